@@ -72,9 +72,8 @@ def exact(head, hidden, targets, factor=1.0):
     bias = None if head.bias is None else head.bias.detach().double().requires_grad_()
     logits = F.linear(hidden, weight, bias).flatten(0, 1)
     value = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / 20
-    return value, gradients_of(
-        value, *(t for t in (hidden, weight, bias) if t is not None), factor=factor
-    )
+    inputs = [t for t in (hidden, weight, bias) if t is not None]
+    return value, gradients_of(value, *inputs, factor=factor)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -85,12 +84,10 @@ def test_loss_and_gradients_are_those_of_cross_entropy(dtype, close, bias):
     head, (hidden, targets) = output_layer(dtype, bias), batch(dtype)
     value = in_parts(head, hidden, targets)
     expected, expected_gradients = exact(head, hidden, targets, factor=8)
-    assert value.dtype == torch.float32 and value.item() == pytest.approx(
-        expected.item(), rel=close
-    )
-    for found, right in zip(
-        gradients_of(value, hidden, *head.parameters(), factor=8), expected_gradients, strict=True
-    ):
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(expected.item(), rel=close)
+    gradients = gradients_of(value, hidden, *head.parameters(), factor=8)
+    for found, right in zip(gradients, expected_gradients, strict=True):
         assert (found - right).norm() < close * right.norm()
 
 
@@ -233,11 +230,8 @@ def test_script_computes_the_same_loss_either_way(family):
         loss.add_loss(model)
     found = loss.next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert model(input_ids=ids).logits.shape == (
-        2,
-        20,
-        VOCABULARY,
-    )  # outside of training it gives logits
+    shape = model(input_ids=ids).logits.shape  # outside of training it gives logits
+    assert shape == (2, 20, VOCABULARY)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -274,10 +268,14 @@ def test_compiled_attention_gets_no_mask(config):
     assert calls == [(None, True)] * 2
 
 
+WORK = (
+    "--seq_length 64 --batch_size 2 --max_steps 4 --precision fp32 --no_eval --strategy"
+).split()
+
+
 def test_exported_model_keeps_the_name_of_its_activation(script):
     """The fused function gives the same losses."""
-    args = "--seq_length 64 --batch_size 2 --max_steps 4 --precision fp32 --no_eval".split()
-    fused, own = script(*args), script(*args, "--no_fused_gelu", "--no_export")
+    fused, own = script(*WORK, "dp"), script(*WORK, "dp", "--no_fused_gelu", "--no_export")
     exported = transformers.AutoConfig.from_pretrained(fused.folder / "hf")
     assert exported.activation_function == "gelu_new"
     assert fused.losses == pytest.approx(own.losses, rel=1e-6)
@@ -290,10 +288,11 @@ def test_gradients_computed_in_backward_find_the_whole_weight(script, llama, str
     """As in fp16, which a CPU does not have: each rank's part of the weight must have been gathered
     again by then.
     """
-    args = "--seq_length 64 --batch_size 2 --max_steps 4 --precision fp32 --no_eval --no_export".split()
+    args = [*WORK, strategy, "--no_export"]
     args += ["--model", llama, "--dataset", "pydocs"] if family == "untied" else []
-    args += ["--strategy", strategy]
-    usual = script(*args, launcher="torchrun", ranks=2)
-    again = script(*args, launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "in_backward"})
+    two = {"launcher": "torchrun", "ranks": 2}
+    usual = script(*args, **two)
+    again = script(*args, **two, program=FAULT, env={"FAULT": "in_backward"})
     assert again.losses == pytest.approx(usual.losses, rel=1e-6)
-    assert again.metrics[-1]["grad_norm"] == pytest.approx(usual.metrics[-1]["grad_norm"], rel=1e-5)
+    norms = [run.metrics[-1]["grad_norm"] for run in (again, usual)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
