@@ -116,15 +116,10 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         files.write(rename(name), source.read(name, "weight"))
     files.finish()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
-    facts = {
-        "model": identity["soft"].get("model", "unknown"),
-        "steps": counters["step"],
-        "parameters": identity["hard"]["parameters"],
-        "strategy": identity["told"].get("strategy"),
-        "world_size": identity["told"].get("ranks"),
-        "train_loss_first": counters["first_loss"],
-        "train_loss_last": counters["last_loss"],
-    }
+    facts = {f"train_loss_{when}": counters[f"{when}_loss"] for when in ("first", "last")}
+    facts |= {"steps": counters["step"], "parameters": identity["hard"]["parameters"]}
+    facts |= {"model": identity["soft"]["model"], "strategy": identity["told"]["strategy"]}
+    facts |= {"world_size": identity["told"]["ranks"]}
     (folder / "README.md").write_text(model_card(facts, identity))
 
 
@@ -168,16 +163,9 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     version = {"ds_version": versions().get("deepspeed") or "0.19.8"}  # the tested version
     states = {**version, "param_groups": groups, "optimizer_state_dict": optimizer}
     torch.save(states, inner / "zero" / "optimizer_state.pt")
-    state = {
-        **version,
-        "module": {},
-        "dp_world_size": 1,
-        "mp_world_size": 1,
-        "lr_scheduler": None,
-        "skipped_steps": 0,
-        "global_steps": counters["step"],
-        "global_samples": counters["samples"],
-    }
+    state = {**version, "module": {}, "lr_scheduler": None, "skipped_steps": 0}
+    state |= {"dp_world_size": 1, "mp_world_size": 1}
+    state |= {"global_steps": counters["step"], "global_samples": counters["samples"]}
     for prefix in ("", "zero_pp_rank_0_"):  # of stages 1 and 2, of stage 3
         torch.save(state, inner / f"{prefix}mp_rank_00_model_states.pt")
     (folder / "latest_universal").write_text(inner.name)
@@ -212,17 +200,14 @@ def inspect(source: OwnCheckpoint) -> str:
     files = source.manifest["files"].values()
     numbers = {name: math.prod(shape) for name, shape in source.shapes.items()}
     width = max(map(len, numbers), default=0)
-    saved_under = [told.get(key, "?") for key in ("strategy", "ranks", "precision")]
-    lines = [
-        str(source.folder),
-        f"  step {counters['step']:,}, {counters['samples']:,} samples seen, "
-        f"loss {counters['last_loss']}",
-        "  saved under {} on {} ranks, {}".format(*saved_under),
-        f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; "
-        f"Adam's step {source.adam_step}",
-        f"  {len(files)} files, {sum(f['bytes'] for f in files):,} bytes; every SHA-256 matches",
-        "",
-    ]
+    strategy, ranks, precision = (told.get(key, "?") for key in ("strategy", "ranks", "precision"))
+    text = f"""{source.folder}
+  step {counters["step"]:,}, {counters["samples"]:,} samples seen, loss {counters["last_loss"]}
+  saved under {strategy} on {ranks} ranks, {precision}
+  {sum(numbers.values()):,} parameters; of each {", ".join(source.kinds)} in fp32; Adam's step \
+{source.adam_step}
+  {len(files)} files, {sum(file["bytes"] for file in files):,} bytes; every SHA-256 matches
+"""
     for name, shape in source.shapes.items():
-        lines.append(f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}")
-    return "\n".join(lines)
+        text += f"\n  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}"
+    return text

@@ -118,14 +118,10 @@ def _of_trainer(folder: Path) -> ForeignCheckpoint:
         model = _model_of(folder)
         trainer = json.loads((folder / "trainer_state.json").read_bytes())
         states, group = _states_of(model, optimizer), optimizer["param_groups"][0]
-        settings = {
-            "lr": group.get("initial_lr", group["lr"]),
-            "weight_decay": group["weight_decay"],
-            "adam_beta1": group["betas"][0],
-            "adam_beta2": group["betas"][1],
-            "adam_epsilon": group["eps"],
-        }
-        settings |= {"max_steps": trainer["max_steps"]} if "max_steps" in trainer else {}
+        settings = {key: trainer[key] for key in ("max_steps",) if key in trainer}
+        settings |= {"lr": group.get("initial_lr", group["lr"]), "adam_epsilon": group["eps"]}
+        settings |= {"weight_decay": group["weight_decay"]}
+        settings["adam_beta1"], settings["adam_beta2"] = group["betas"]
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         step = int(trainer["global_step"])
         return ForeignCheckpoint(weights, states, _step_of(states), step, settings)

@@ -355,16 +355,10 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
 
 def _gpt2_config(name: str, dropout: float, end_of_text: int) -> GPT2Config:
     """Return the configuration of a GPT-2 architecture in known_models."""
-    shape = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
-    return GPT2Config(
-        **shape,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        architectures=["GPT2LMHeadModel"],
-    )
+    settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
+    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    return GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
 def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
@@ -380,13 +374,8 @@ def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
 
     def train(folder: Path) -> dict:
         tokenizer = ByteLevelBPETokenizer()
-        tokenizer.train_from_iterator(
-            text,
-            vocab_size=EMBEDDED_VOCABULARY,
-            min_frequency=2,
-            special_tokens=[END_OF_TEXT],
-            show_progress=False,
-        )
+        options = {"special_tokens": [END_OF_TEXT], "show_progress": False}
+        tokenizer.train_from_iterator(text, EMBEDDED_VOCABULARY, min_frequency=2, **options)
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
         ).save_pretrained(folder)
