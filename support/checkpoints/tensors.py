@@ -97,8 +97,7 @@ class PieceReader:
         self._files.clear()
 
     def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
-        """Fill a flat tensor with a parameter's elements from index `start` on; missing moments
-        are 0.
+        """Fill a flat tensor with a parameter's elements from `start` on; missing moments are 0.
 
         Raises:
             TrainingError: a file cannot be read, or the checkpoint lacks some of the elements.

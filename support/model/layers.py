@@ -55,9 +55,7 @@ def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Modu
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers of a transformer: those that its authors keep on one device
-    (`_no_split_modules`), or else the layers of the largest ModuleList.
-    """
+    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:

@@ -362,9 +362,7 @@ def _gpt2_config(name: str, dropout: float, end_of_text: int) -> GPT2Config:
 
 
 def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
-    """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference in a
-    second.
-    """
+    """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference."""
     from pydoc_data.topics import topics
 
     from tokenizers import ByteLevelBPETokenizer

@@ -16,8 +16,7 @@ from support.unwrap import base_optimizer, is_fsdp_module, local_part
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Return the norm of the whole gradient: a scalar in fp64 if a gradient is in host memory,
-    otherwise in fp32.
+    """Return the norm of the whole gradient, a scalar: in fp64 if one is in host memory, else fp32.
 
     On a CPU, PyTorch's norm in fp32 has a relative error of 3e-3 for 38 million elements (GPT-2's
     embedding). PyTorch's GPU kernels sum in a tree, for which fp32 is sufficient.
