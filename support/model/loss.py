@@ -70,14 +70,10 @@ class LossMixin(nn.Module):
         tokens: torch.Tensor | None = None,
         **options: Any,
     ):
-        """Return the sum of the cross entropies / `tokens`, or the model's usual output.
+        """Return the sum of the cross entropies / `tokens`; without `targets` the usual output.
 
-        Args:
-            input_ids: int64 [batch, length].
-            targets: int64 [batch, length], the next token of each position, negative for those that
-                do not count; None: return the model's output with its logits.
-            tokens: the divisor, a scalar tensor. An integer: FSDP's mixed precision would convert
-                a floating-point argument to bf16.
+        `targets` has the next token of each position, negative for those that do not count.
+        `tokens` is an integer: FSDP's mixed precision would convert a float to bf16.
         """
         if targets is None:
             return super().forward(input_ids, **options)

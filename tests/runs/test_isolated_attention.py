@@ -21,17 +21,10 @@ pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5"), reason="needs the models of transformers 5"
 )
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
+    **dict.fromkeys(("vocab_size", "intermediate_size", "max_position_embeddings"), 64),
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 OTHERS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -88,9 +81,8 @@ def test_logits_of_a_document_do_not_depend_on_the_document_before(name):
     after_change = logits_of(model, changed + second, positions)
     assert not torch.equal(together[: len(first)], after_change[: len(first)])
     assert torch.equal(together[len(first) :], after_change[len(first) :])
-    torch.testing.assert_close(
-        together[len(first) :], logits_of(model, second), rtol=1e-5, atol=1e-5
-    )
+    alone = logits_of(model, second)
+    torch.testing.assert_close(together[len(first) :], alone, rtol=1e-5, atol=1e-5)
     # Without positions that restart, the change does show.
     patches.replace_packed_sequence_check(isolate=False)
     plain = [logits_of(model, document + second)[-1] for document in (first, changed)]
@@ -175,8 +167,6 @@ def test_positions_restart_after_an_end_of_text():
     inputs, labels, positions = label_text(torch.tensor(rows), end_of_text=0)
     assert inputs.tolist() == rows
     assert positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
-    assert labels.tolist() == [
-        [IGNORED, 0, IGNORED, 7, 0, IGNORED],
-        [IGNORED, IGNORED, 2, 3, 4, 5],
-        [IGNORED, 2, 3, 4, 5, 0],
-    ]
+    none = IGNORED
+    expected = [[none, 0, none, 7, 0, none], [none, none, 2, 3, 4, 5], [none, 2, 3, 4, 5, 0]]
+    assert labels.tolist() == expected

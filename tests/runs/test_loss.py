@@ -20,18 +20,12 @@ from support.model import loss, weights
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16},
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
     "max_position_embeddings": 64,
 }
-GPT2 = transformers.GPT2Config(
-    vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2
-)
+GPT2_SIZES = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+GPT2 = transformers.GPT2Config(vocab_size=VOCABULARY, **GPT2_SIZES)
 LLAMA = transformers.LlamaConfig(**SIZES)
 
 
