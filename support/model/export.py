@@ -14,11 +14,10 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from torch import nn
 
 from support.cli.arguments import Arguments
 from support.cli.paths import is_local_model
@@ -34,19 +33,8 @@ from support.optimizers import OPTIMIZERS
 from support.units import GB, perplexity_of
 from support.unwrap import unwrapped
 
-
-class TrainedModel(Protocol):
-    """What an export reads of a run that has trained; a CheckpointManager has it."""
-
-    ctx: DistContext
-    spec: Any  # the ModelSpec
-    model: nn.Module  # as wrapped by the strategy
-    state: Any  # the ShardedState of this rank, which yields the whole weights
-    identity: dict  # the run signature
-    best_is_loaded: bool  # whether the weights are those of the best evaluation
-
-    def weights_kept(self, state: Any) -> Path | None:
-        """Return a checkpoint with these weights, and save one if necessary; None without one."""
+if TYPE_CHECKING:
+    from support.checkpoints.manager import CheckpointManager
 
 
 class Target:
@@ -89,7 +77,9 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
-def finish(trained: TrainedModel, results, target: Target, args: Arguments, state) -> Path | None:
+def finish(
+    trained: CheckpointManager, results, target: Target, args: Arguments, state
+) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
     Args:
@@ -132,7 +122,7 @@ def finish(trained: TrainedModel, results, target: Target, args: Arguments, stat
 
 
 def export_model(
-    trained: TrainedModel, target: Target, args: Arguments, card: str
+    trained: CheckpointManager, target: Target, args: Arguments, card: str
 ) -> tuple[str, Path]:
     """Write the model that a run has trained. Every rank calls this function.
 
@@ -168,7 +158,7 @@ def export_model(
 
 
 def _write_trained(
-    trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the trained weights, of the model or its adapters, on the rank that has a `folder`."""
     adapters = trained.spec.lora is not None
@@ -187,7 +177,7 @@ def _write_trained(
 
 
 def _write_merged(
-    trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the whole model with the adapters added, on the rank that has a `folder`."""
     adapters = {
