@@ -12,7 +12,10 @@ usage.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -25,7 +28,7 @@ if __name__ == "__main__":
 
 from support.cli import argument_types as kinds
 from support.errors import EXIT_FAILED, MissingRequirement
-from support.strategies import op_builds, ops, requirements
+from support.strategies import ops, requirements
 from support.strategy import STRATEGIES
 
 
@@ -42,17 +45,29 @@ def main() -> None:
     names = args.names or ["infinity"]
     chosen = {op for name in names if name in STRATEGIES for op in ops.needed_ops(STRATEGIES[name])}
     wanted = [op for op in every_op if op in chosen | set(names)]
-    op_builds.end_compilers_with_this_process()
+    end_compilers_with_this_process()
     try:
         requirements.check_builds([op for op in wanted if not ops.is_compiled(op)])
-        is_complete = op_builds.build_ops(
-            wanted, functools.partial(print, flush=True), args.verbose
-        )
+        is_complete = ops.build_ops(wanted, functools.partial(print, flush=True), args.verbose)
     except (MissingRequirement, OSError) as error:
         print(f"❌ {error}")
         is_complete = False
     if not is_complete:
         sys.exit(EXIT_FAILED)
+
+
+def end_compilers_with_this_process() -> None:
+    """Install a handler that ends the compilers when a signal ends this process."""
+    import psutil
+
+    def end(number: int, _frame) -> None:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Inspect a checkpoint, or convert it to another format, one tensor or file at a time.
+"""Inspect a checkpoint, or convert it to another format.
 
     python scripts/convert_checkpoint.py runs/mine --inspect
     python scripts/convert_checkpoint.py runs/mine/checkpoints/step-00000100 --to hf my-model
@@ -60,10 +60,7 @@ def main() -> None:
 
 
 def run(args) -> None:
-    """Inspect or convert the checkpoint.
-
-    The imports are here because torch takes seconds to import, and --help should not wait for it.
-    """
+    """Inspect or convert the checkpoint; the imports take seconds, which --help should not wait."""
     from support.checkpoints import convert, foreign
     from support.model.weights import DTYPES
 
@@ -71,14 +68,12 @@ def run(args) -> None:
         if args.to == "checkpoint":
             with foreign.open_foreign(args.source, args.trust_checkpoint, folder.parent) as source:
                 convert.write_checkpoint(source, folder)
-            return
-        own = convert.OwnCheckpoint(args.source)
-        if args.to == "hf":
+        elif args.to == "hf":
+            own = convert.OwnCheckpoint(args.source)
             convert.write_hf(own, folder, DTYPES[args.dtype], args.max_shard_size)
-        elif args.to == "torch":
-            convert.write_torch(own, folder)
         else:
-            convert.write_universal(own, folder)
+            writer = convert.write_torch if args.to == "torch" else convert.write_universal
+            writer(convert.OwnCheckpoint(args.source), folder)
 
     if not args.source.is_dir():
         raise UserError(f"{args.source}: no such folder.")

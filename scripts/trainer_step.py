@@ -37,8 +37,6 @@ from support.console import Console
 from support.data import batches
 from support.labels import IGNORED
 from support.model import resolve as models
-from support.strategies.optimizer_shards import MOMENTS
-from support.train_state import NEW_RUN
 
 # Flags that have the same name and meaning in TrainingArguments.
 SAME = (
@@ -98,17 +96,8 @@ def make_step(args: Arguments, model: nn.Module, train) -> None:
 def state_of(model: nn.Module, optimizer) -> SimpleNamespace:
     """Return the trained parameters and Adam's moments, in the form that write_checkpoint reads."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    def read(name: str, kind: str) -> torch.Tensor | None:
-        moments = optimizer.state[trained[name]]
-        tensor = trained[name] if kind == "weight" else moments.get(kind)
-        return None if tensor is None else tensor.detach().cpu()
-
-    shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
-    kinds, counters = ("weight", *MOMENTS), {**NEW_RUN, "step": 1}
-    return SimpleNamespace(
-        shapes=shapes, kinds=kinds, read=read, counters=counters, adam_step=1, settings={}
-    )
+    states = {name: optimizer.state[p] for name, p in trained.items() if p in optimizer.state}
+    return SimpleNamespace(weights=trained, states=states, adam_step=1, step=1, settings={})
 
 
 def note_on(trainer: Trainer, labels: torch.Tensor) -> str:

@@ -16,7 +16,7 @@ from typing import NoReturn
 from support import process
 from support.cli import paths
 from support.cli.arguments import Arguments
-from support.cli.ds_config import check_with_deepspeed, configured_strategy
+from support.cli.ds_config import check_with_deepspeed
 from support.cli.hub import ask_hub
 from support.cli.parse import ignored_flags, parse_arguments
 from support.cli.run_file import as_yaml
@@ -31,14 +31,12 @@ from support.optimizers import OPTIMIZERS
 from support.redaction import redact
 
 
-def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
+def start(argv: list[str]) -> tuple[Arguments, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
     flags, and with --prove and --prefetch it imports torch and does what they say; it then exits.
 
-    Args:
-        will_run: False if the arguments are only checked.
     Returns:
         The arguments, which cannot be changed, and this process's place in the run.
     """
@@ -81,9 +79,6 @@ def start(argv: list[str], will_run: bool = True) -> tuple[Arguments, Launch]:
             from support.commands.prefetch import prefetch  # imports torch
 
             prefetch(args, launch)  # does not return
-        without_training = args.check or args.show_sample
-        if args.ds_config_dict and will_run and launch.is_node_leader and not without_training:
-            start_to_compile(args)
     except UserError as error:
         launching.exit_before_start(error, verbose)
     # The imports that follow create 2 million objects and no garbage. Searching them for garbage
@@ -128,17 +123,6 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
         ctx.failures.end_failed(error)
     ctx.failures.end_together(model, EXIT_COMPLETED)
-
-
-def start_to_compile(args: Arguments) -> None:
-    """Compile the missing ops of DeepSpeed while this process imports libraries and reads data."""
-    from support.strategies import ops  # imported only if needed, because --help must be fast
-
-    if missing := ops.missing_ops(configured_strategy(args)):
-        ops.start_builder(missing)
-        if not args.quiet:
-            names = ", ".join(missing)
-            print(f"ℹ️  Compiling DeepSpeed's {names} in the background, once for this machine.")
 
 
 def check_run(args: Arguments) -> None:

@@ -46,12 +46,7 @@ def flags_signature(args: Arguments, world_size: int) -> dict:
 
 
 def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model) -> dict:
-    """Return the run signature, {"hard": …, "soft": …, "told": …}.
-
-    Args:
-        dataset: the dataset's entry in results.json.
-        model: as wrapped by the strategy.
-    """
+    """Return the run signature; `dataset` is the dataset's entry in results.json."""
     shapes = {name: full_shape(p) for name, p in unwrapped(model).named_parameters()}
     must_match = {
         "parameters": spec.parameters,
@@ -61,9 +56,8 @@ def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model)
     if spec.lora:
         must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
         # The frozen weights are not part of a checkpoint.
-        must_match["frozen weights"] = (
-            f"random, from seed {args.seed}" if spec.random else "as they came"
-        ) + (", in 4 bits" if spec.load_in_4bit else "")
+        frozen = f"random, from seed {args.seed}" if spec.random else "as they came"
+        must_match["frozen weights"] = frozen + (", in 4 bits" if spec.load_in_4bit else "")
     # Whether a stream contains conversations is not known in advance.
     may_be_chat = args.streaming or dataset["kind"] in ("chat", "mixed")
     revision = f"@{args.model_revision}" if args.model_revision else ""
@@ -88,9 +82,7 @@ def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:
     """Raise a UserError if the run signature in a checkpoint is another run's.
 
     Args:
-        saved: the run signature in the checkpoint. Entries that it lacks have their value of
-            VALUES_BEFORE, or else are not compared. A part is empty if it is unknown, as for an
-            imported checkpoint.
+        saved: the run signature in the checkpoint; a part that is empty is not compared.
         current: the run signature of this run, or a part of it.
         forced: --resume_force, with which only "hard" differences are refused.
     """

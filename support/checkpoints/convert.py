@@ -14,31 +14,30 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from support.checkpoints.format import BUFFERS, open_checkpoint, write_manifest
 from support.checkpoints.tensors import PieceReader, PieceWriter
 from support.errors import UserError
 from support.files.atomic import finish_folder, start_folder
-from support.model.card import model_card
+from support.files.safetensors_writer import WeightFiles
+from support.model.export import model_card
 from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
+from support.train_state import NEW_RUN
 from support.versions import versions
 
 UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
 
 class OwnCheckpoint:
-    """A checkpoint of this project whose tensors are read whole; see `format.open_checkpoint`.
+    """A checkpoint of this project whose tensors are read whole, after a check of all files.
 
     Attributes:
-        shapes: {parameter: shape}.
         kinds: "weight", and after the first update of Adam also the moments.
         adam_step: number of updates that Adam has made; 0 without moments.
     """
@@ -61,10 +60,8 @@ class OwnCheckpoint:
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
-    """Write a new folder with `write`; after an error nothing remains.
+    """Write a new folder with `write`, and return it; after an error nothing remains.
 
-    Returns:
-        The new folder: `target`, or a numbered name if another process created `target` meanwhile.
     Raises:
         UserError: the target exists.
         OSError: the disk is full, or not writable.
@@ -83,95 +80,63 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
     """Write a folder for `from_pretrained`; for LoRA adapters, a folder for peft.
 
-    One file of weights is in memory at a time.
-
     Args:
-        dtype: of the weights.
-        file_bytes: largest size of one file of weights, such as "1GB".
+        file_bytes: largest size of one file of weights, such as "1GB"; one is in memory at a time.
     Raises:
         UserError: the checkpoint has no configuration, or `file_bytes` is no size.
     """
-    described = {name.removeprefix("model/") for name in source.manifest["files"]}
-    adapters = "adapter_config.json" in described
-    if not adapters and "config.json" not in described:
+    described = [name for name in source.manifest["files"] if name.startswith("model/")]
+    if not described:
         raise UserError(
             f"{source.folder} was imported, so it has no model/ folder with the configuration and "
             "the tokenizer: resume it, save a checkpoint, and convert that one."
         )
-    for name in source.manifest["files"]:
-        if name.startswith("model/") and name != BUFFERS:
+    buffers = load_file(source.folder / BUFFERS) if BUFFERS in described else {}
+    for name in described:
+        if name != BUFFERS:
             copy = folder / name.removeprefix("model/")
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.folder / name, copy)
-    if not adapters:
+    rename: Callable[[str], str] = str
+    stem = "model"
+    if "model/adapter_config.json" in described:
+        rename, stem = peft_name, "adapter_model"
+    else:
         config = json.loads((folder / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    has_buffers = BUFFERS in source.manifest["files"]
-    buffers = load_file(source.folder / BUFFERS) if has_buffers else {}
-    rename, stem = (peft_name, "adapter_model") if adapters else (str, "model")
-    name_of = {rename(name): name for name in source.shapes}
-    shapes = {new: source.shapes[name] for new, name in name_of.items()}
-    meta = {new: torch.empty(s, dtype=dtype, device="meta") for new, s in shapes.items()}
-    meta |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+    shapes: dict[str, Sequence[int]] = {
+        rename(name): shape for name, shape in source.shapes.items()
+    }
     try:
-        plan = split_torch_state_dict_into_shards(
-            meta, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=file_bytes
-        )
+        files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
     except ValueError as error:
         raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
-    for file, names in plan.filename_to_tensors.items():
-        tensors = {
-            new: buffers[new] if new in buffers else source.read(name_of[new], "weight").to(dtype)
-            for new in names
-        }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        text = json.dumps(index, indent=2) + "\n"
-        (folder / f"{stem}.safetensors.index.json").write_text(text)
-    (folder / "README.md").write_text(_model_card_of(source))
-
-
-def _model_card_of(source: OwnCheckpoint) -> str:
+    for name in source.shapes:
+        files.write(rename(name), source.read(name, "weight"))
+    files.finish()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
-    facts = {
-        "model": identity["soft"].get("model", "unknown"),
-        "steps": counters["step"],
-        "parameters": identity["hard"]["parameters"],
-        "strategy": identity["told"].get("strategy"),
-        "world_size": identity["told"].get("ranks"),
-        "train_loss_first": counters["first_loss"],
-        "train_loss_last": counters["last_loss"],
-    }
-    return model_card(facts, identity)
+    facts = {f"train_loss_{when}": counters[f"{when}_loss"] for when in ("first", "last")}
+    facts |= {"steps": counters["step"], "parameters": identity["hard"]["parameters"]}
+    facts |= {"model": identity["soft"]["model"], "strategy": identity["told"]["strategy"]}
+    facts |= {"world_size": identity["told"]["ranks"]}
+    (folder / "README.md").write_text(model_card(facts, identity))
 
 
 def write_torch(source: OwnCheckpoint, folder: Path) -> None:
     """Write the weights to model.pt and, after the first update, Adam's states to optimizer.pt.
 
     model.pt contains {name: weight}. optimizer.pt contains {"step": number of updates, "exp_avg":
-    {name: tensor}, "exp_avg_sq": {name: tensor}}. All tensors are in fp32. They are mapped from
-    temporary files, so that one tensor is in memory at a time.
+    {name: tensor}, "exp_avg_sq": {name: tensor}}. All tensors are in fp32.
     """
-    with TemporaryDirectory(dir=folder) as scratch:
-
-        def mapped(name: str, kind: str) -> torch.Tensor:
-            shape = source.shapes[name]
-            path = f"{scratch}/{len(os.listdir(scratch))}"
-            flat = torch.from_file(path, shared=True, size=math.prod(shape))
-            return flat.view(shape).copy_(source.read(name, kind))
-
-        tensors = {kind: {n: mapped(n, kind) for n in source.shapes} for kind in source.kinds}
-        torch.save(tensors.pop("weight"), folder / "model.pt")
-        if tensors:
-            torch.save({"step": source.adam_step, **tensors}, folder / "optimizer.pt")
+    torch.save({n: source.read(n, "weight") for n in source.shapes}, folder / "model.pt")
+    moments = {kind: {n: source.read(n, kind) for n in source.shapes} for kind in source.kinds[1:]}
+    if moments:
+        torch.save({"step": source.adam_step, **moments}, folder / "optimizer.pt")
 
 
 def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     """Write a universal checkpoint that DeepSpeed's stages 1, 2 and 3 load.
-
-    It has a folder for each parameter, and a few small files for the engine and the optimizer.
 
     Raises:
         UserError: the checkpoint was imported and never trained, so it has no parameter groups.
@@ -196,46 +161,33 @@ def write_universal(source: OwnCheckpoint, folder: Path) -> None:
     common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
     optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
     version = {"ds_version": versions().get("deepspeed") or "0.19.8"}  # the tested version
-    torch.save(
-        {**version, "param_groups": groups, "optimizer_state_dict": optimizer},
-        inner / "zero" / "optimizer_state.pt",
-    )
-    state = {
-        **version,
-        "module": {},
-        "dp_world_size": 1,
-        "mp_world_size": 1,
-        "lr_scheduler": None,
-        "skipped_steps": 0,
-        "global_steps": counters["step"],
-        "global_samples": counters["samples"],
-    }
+    states = {**version, "param_groups": groups, "optimizer_state_dict": optimizer}
+    torch.save(states, inner / "zero" / "optimizer_state.pt")
+    state = {**version, "module": {}, "lr_scheduler": None, "skipped_steps": 0}
+    state |= {"dp_world_size": 1, "mp_world_size": 1}
+    state |= {"global_steps": counters["step"], "global_samples": counters["samples"]}
     for prefix in ("", "zero_pp_rank_0_"):  # of stages 1 and 2, of stage 3
         torch.save(state, inner / f"{prefix}mp_rank_00_model_states.pt")
     (folder / "latest_universal").write_text(inner.name)
 
 
 def write_checkpoint(source, folder: Path) -> None:
-    """Write a checkpoint of this project with the weights and moments of another program's.
+    """Write a checkpoint of this project from a foreign.ForeignCheckpoint.
 
-    Args:
-        source: a foreign.ForeignCheckpoint.
     Raises:
-        UserError: a file of the source is missing or damaged.
         ValueError: a name of the source would leave the folder.
     """
     writer = PieceWriter(folder)
-    for name in source.shapes:
-        tensors = {kind: source.read(name, kind) for kind in source.kinds}
-        # A weight that was not trained has no moments.
-        writer.add(name, 0, {kind: t.flatten() for kind, t in tensors.items() if t is not None})
+    for name, weight in source.weights.items():
+        state = source.states.get(name, {})  # a weight that was not trained has none
+        tensors = {"weight": weight, **{kind: state[kind] for kind in MOMENTS if state}}
+        writer.add(name, 0, {kind: tensor.flatten() for kind, tensor in tensors.items()})
     writer.flush()
     manifest = {
-        "counters": source.counters,
+        "counters": {**NEW_RUN, "step": source.step},
         "adam_step": source.adam_step,
-        # --resume reports the settings that have changed.
-        "identity": {"told": source.settings},
-        "shapes": {name: list(shape) for name, shape in source.shapes.items()},
+        "identity": {"told": source.settings},  # --resume reports the settings that have changed
+        "shapes": {name: list(weight.shape) for name, weight in source.weights.items()},
         "pieces": writer.pieces,
         "files": writer.files,
     }
@@ -244,24 +196,18 @@ def write_checkpoint(source, folder: Path) -> None:
 
 def inspect(source: OwnCheckpoint) -> str:
     """Describe a checkpoint in lines for the terminal; opening it has verified every file."""
-    manifest = source.manifest
-    counters, informational = manifest["counters"], manifest["identity"]["told"]
+    counters, told = source.manifest["counters"], source.manifest["identity"]["told"]
+    files = source.manifest["files"].values()
     numbers = {name: math.prod(shape) for name, shape in source.shapes.items()}
-    size = sum(entry["bytes"] for entry in manifest["files"].values())
     width = max(map(len, numbers), default=0)
-    lines = [
-        str(source.folder),
-        f"  step {counters['step']:,}, {counters['samples']:,} samples seen, "
-        f"loss {counters['last_loss']}",
-        f"  saved under {informational.get('strategy', '?')} on "
-        f"{informational.get('ranks', '?')} ranks, {informational.get('precision', '?')}",
-        f"  {sum(numbers.values()):,} parameters; of each {', '.join(source.kinds)} in fp32; "
-        f"Adam's step {source.adam_step}",
-        f"  {len(manifest['files'])} files, {size:,} bytes; every SHA-256 matches",
-        "",
-        *(
-            f"  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}"
-            for name, shape in source.shapes.items()
-        ),
-    ]
-    return "\n".join(lines)
+    strategy, ranks, precision = (told.get(key, "?") for key in ("strategy", "ranks", "precision"))
+    text = f"""{source.folder}
+  step {counters["step"]:,}, {counters["samples"]:,} samples seen, loss {counters["last_loss"]}
+  saved under {strategy} on {ranks} ranks, {precision}
+  {sum(numbers.values()):,} parameters; of each {", ".join(source.kinds)} in fp32; Adam's step \
+{source.adam_step}
+  {len(files)} files, {sum(file["bytes"] for file in files):,} bytes; every SHA-256 matches
+"""
+    for name, shape in source.shapes.items():
+        text += f"\n  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}"
+    return text

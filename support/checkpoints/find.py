@@ -19,7 +19,7 @@ Found = tuple[Path, dict]  # a checkpoint's folder and its manifest
 def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | None:
     """Find the checkpoint to resume from: the newest complete and undamaged one.
 
-    Every rank calls it, and all ranks return the same. The flags are compared with the checkpoint's
+    Every rank calls it, and all ranks return the same. Only the flags are compared with the
     manifest here; the model and the data are compared in `CheckpointManager.resume`.
 
     Args:
@@ -27,8 +27,7 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | 
     Returns:
         The checkpoint; None without --resume, or if --resume names no path and `folder` has none.
     Raises:
-        UserError: no checkpoint is complete and undamaged, it is of a run with other flags, or the
-            path of --resume does not exist.
+        UserError: no checkpoint is complete and undamaged, or it is of a run with other flags.
     """
     if args.resume is None:
         return None
@@ -48,11 +47,7 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | 
 
 
 def check_optimizer(path: Path, manifest: dict, family: str | None) -> None:
-    """Check that an optimizer can use the states in a checkpoint.
-
-    Args:
-        family: of the optimizer, see support/optimizers.py.
-    """
+    """Check that an optimizer of a family (see support/optimizers.py) can use a checkpoint."""
     saved_by = manifest["optimizer"]
     if saved_by not in ("", family):
         raise UserError(
@@ -63,14 +58,11 @@ def check_optimizer(path: Path, manifest: dict, family: str | None) -> None:
 
 def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
     """Return the newest checkpoint in `wanted`, or if it is "" in `folder`, that can be used."""
-    exists, candidates, program = True, [], None
+    candidates, program = [], None
     if ctx.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
-        exists = Path(wanted or folder.parent).is_dir()
         candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
         program = format_of(Path(wanted)) if wanted and not candidates else None
-    exists, candidates, program = ctx.broadcast_from_rank0((exists, candidates, program))
-    if not exists:
-        raise UserError(f"--resume {wanted}: no such folder.")
+    candidates, program = ctx.broadcast_from_rank0((candidates, program))
     if program:
         raise UserError(
             f"--resume {wanted} is a checkpoint of {program}. Convert it first: "
@@ -92,12 +84,11 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
 
 
 def verify(checkpoint: Path, ctx: DistContext) -> tuple[dict, str]:
-    """Read a checkpoint's manifest and verify its files.
-
-    Every rank calls it. Each rank verifies a part of the files, and all ranks return the same.
+    """Read a checkpoint's manifest and verify its files, of which each rank takes a part.
 
     Returns:
-        (manifest, ""), or a clause that says why the checkpoint cannot be used as the second item.
+        (manifest, ""), or a clause that says why it cannot be used as the second item; the same
+        on all ranks.
     """
     manifest, problem = ctx.broadcast_from_rank0(read_manifest(checkpoint) if ctx.is_main else None)
     problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)

@@ -13,43 +13,42 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from support.checkpoints import recognize
 from support.checkpoints.convert import UNIVERSAL_FILES
-from support.checkpoints.format import KINDS
-from support.checkpoints.recognize import (
-    deepspeed_folder,
-    fsdp_folders,
-    named_in,
-    newest_of_trainer,
-)
 from support.errors import UserError, first_line
 from support.files.user_files import shown
-from support.model.weights import from_folder
+from support.model.weights import NO_REMOTE_CODE, from_folder
 from support.strategies.optimizer_shards import MOMENTS
-from support.train_state import NEW_RUN
+
+# What readers raise for a file that is damaged, or has other contents than its name says.
+UNREADABLE = (
+    *(pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, EOFError, ValueError),
+    *(KeyError, IndexError, TypeError, AttributeError),
+)
 
 
 @dataclass
 class ForeignCheckpoint:
-    """Weights and Adam's moments of another program, under the names of the model's parameters."""
+    """Weights and Adam's moments of another program; the tensors are mapped from their files."""
 
-    shapes: dict[str, tuple[int, ...]]
-    # (parameter, kind) -> the whole tensor in fp32; None for moments that do not exist.
-    read: Callable[[str, str], torch.Tensor | None]
-    adam_step: int  # number of updates that Adam has made; 0 without moments
-    kinds: tuple[str, ...] = KINDS
-    # Of the manifest. The position in the data is unknown: `samples` is 0.
-    counters: dict = field(default_factory=lambda: dict(NEW_RUN))
+    weights: dict[str, torch.Tensor]  # by the name of the parameter
+    # {parameter: {"exp_avg", "exp_avg_sq"}}; a parameter that was not trained is missing.
+    states: dict[str, dict]
+    adam_step: int  # number of updates that Adam has made; 0 without states
+    step: int = 0  # of the run. Its position in the data is not known
     settings: dict = field(default_factory=dict)  # {flag: value} of the flags that are known
 
 
@@ -64,8 +63,8 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Foreign
     Raises:
         UserError: the folder is no checkpoint, or it is damaged, unsupported or not trusted.
     """
-    folder = newest_of_trainer(folder)
-    deepspeed, fsdp = deepspeed_folder(folder), fsdp_folders(folder)
+    folder = recognize.newest_of_trainer(folder)
+    deepspeed, fsdp = recognize.deepspeed_folder(folder), recognize.fsdp_folders(folder)
     is_universal = (folder / "zero").is_dir() or (folder / "latest_universal").is_file()
     if (deepspeed or fsdp) and not is_universal and not trusted:
         kind = "a DeepSpeed checkpoint" if deepspeed else "sharded state of FSDP"
@@ -74,12 +73,11 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Foreign
             "If you trust its author, add --trust_checkpoint."
         )
     with TemporaryDirectory(prefix=".convert-", dir=scratch) as temporary:
-        if deepspeed and not is_universal:
-            folder = _to_universal(deepspeed, Path(temporary) / "universal")
-        if deepspeed or is_universal:
-            checkpoint = _of_universal(folder, trusted)
-            if not is_universal:
-                checkpoint.counters["step"] = checkpoint.adam_step
+        if is_universal:
+            yield _of_universal(folder, trusted)
+        elif deepspeed:
+            checkpoint = _of_universal(_to_universal(deepspeed, temporary), trusted)
+            checkpoint.step = checkpoint.adam_step
             yield checkpoint
         else:
             yield _of_fsdp(fsdp, Path(temporary)) if fsdp else _of_trainer(folder)
@@ -90,80 +88,70 @@ def load_tensors(path: Path, trusted: bool = False):
 
     Args:
         trusted: execute the code of the Python objects in the file, instead of refusing them.
-    Raises:
-        UserError: the file is missing or damaged, or contains Python objects.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is missing, or no regular file.")
     try:
         return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)
-    except Exception as error:  # torch's readers raise many types for a damaged file
+    except UNREADABLE as error:
         reason = shown(first_line(error), 200)
         if "weights_only" in str(error):
             reason = "it contains Python objects, whose code is executed with --trust_checkpoint"
         raise UserError(f"{path} cannot be read: {reason}.") from error
 
 
+def _step_of(states: dict) -> int:
+    """Return the number of updates in the states of torch's AdamW."""
+    return max((int(state["step"]) for state in states.values()), default=0)
+
+
 # ------------------------------------------------------------------------------------------ Trainer
 
 
 def _of_trainer(folder: Path) -> ForeignCheckpoint:
-    """Open a checkpoint of Trainer with torch's AdamW, on one process or with DDP.
-
-    optimizer.pt numbers the parameters by their position in the optimizer's groups: first those
-    with weight decay, then the others, each in the model's order.
-    """
+    """Open a checkpoint of Trainer with torch's AdamW, on one process or with DDP."""
     if not (folder / "trainer_state.json").is_file():
         raise UserError(
             f"{folder} is not a checkpoint of Hugging Face's Trainer, DeepSpeed or FSDP: it has no "
             "trainer_state.json."
         )
-    optimizer, model = load_tensors(folder / "optimizer.pt"), _model_of(folder)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    optimizer = load_tensors(folder / "optimizer.pt")
     try:
+        model = _model_of(folder)
         trainer = json.loads((folder / "trainer_state.json").read_bytes())
-        states = _states_of(model, optimizer)
-        group = optimizer["param_groups"][0]
-        settings = {
-            "lr": group.get("initial_lr", group["lr"]),
-            "weight_decay": group["weight_decay"],
-            "adam_beta1": group["betas"][0],
-            "adam_beta2": group["betas"][1],
-            "adam_epsilon": group["eps"],
-        }
-        settings |= {"max_steps": trainer["max_steps"]} if "max_steps" in trainer else {}
-        counters = {**NEW_RUN, "step": int(trainer["global_step"])}
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        states, group = _states_of(model, optimizer), optimizer["param_groups"][0]
+        settings = {key: trainer[key] for key in ("max_steps",) if key in trainer}
+        settings |= {"lr": group.get("initial_lr", group["lr"]), "adam_epsilon": group["eps"]}
+        settings |= {"weight_decay": group["weight_decay"]}
+        settings["adam_beta1"], settings["adam_beta2"] = group["betas"]
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        step = int(trainer["global_step"])
+        return ForeignCheckpoint(weights, states, _step_of(states), step, settings)
+    except UNREADABLE as error:
         raise UserError(
-            f"{folder} is not a checkpoint of Trainer with torch's AdamW ({shown(error)}). To "
-            f"start from its weights alone: real_model_example.py --model {folder}"
+            f"{folder} is not a checkpoint of Trainer with torch's AdamW "
+            f"({shown(first_line(error), 200)}). To start from its weights alone: "
+            f"real_model_example.py --model {folder}"
         ) from error
-    return _from_dicts(weights, states, counters, settings)
 
 
 def _model_of(folder: Path) -> nn.Module:
     """Load the model of a checkpoint of Trainer, without code from the folder."""
     from transformers import AutoConfig
 
-    try:
-        if (folder / "adapter_config.json").exists():
-            raise ValueError("it has adapters only, which cannot be imported")
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model, info = from_folder(str(folder), config)
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if info[problem]:
-                raise ValueError(f"{problem.replace('_', ' ')} {next(iter(info[problem]))}")
-    except Exception as error:  # transformers passes values of the file to constructors unchecked
-        reason = shown(first_line(error), 200)
-        raise UserError(f"{folder}: config.json and the weights do not fit: {reason}.") from error
+    if (folder / "adapter_config.json").exists():
+        raise ValueError("it has adapters only, which cannot be imported")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+    model, info = from_folder(str(folder), config)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            raise ValueError(f"{problem.replace('_', ' ')} {next(iter(info[problem]))}")
     return model
 
 
 def _states_of(model: nn.Module, optimizer: dict) -> dict[str, dict]:
     """Return {parameter name: its entry in optimizer.pt}.
 
-    Raises:
-        ValueError: the numbers or the shapes of the parameters do not follow Trainer's rule.
+    optimizer.pt numbers the parameters by their position in the optimizer's groups: first those
+    with weight decay, then the others, each in the model's order.
     """
     from transformers import Trainer
 
@@ -181,61 +169,48 @@ def _states_of(model: nn.Module, optimizer: dict) -> dict[str, dict]:
     return states
 
 
-def _from_dicts(weights: dict, states: dict, counters: dict, settings: dict) -> ForeignCheckpoint:
-    """Return the checkpoint of {name: weight} and of {name: state of torch's AdamW}."""
-
-    def read(name: str, kind: str) -> torch.Tensor | None:
-        tensor = weights[name] if kind == "weight" else states.get(name, {}).get(kind)
-        return None if tensor is None else tensor.float()
-
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    step = max((int(state["step"]) for state in states.values()), default=0)
-    kinds = KINDS if states else ("weight",)
-    return ForeignCheckpoint(shapes, read, step, kinds, counters, settings)
-
-
 # ------------------------------------------------------------------------------- DeepSpeed and FSDP
 
 
-def _to_universal(folder: Path, universal: Path) -> Path:
+def _to_universal(folder: Path, scratch: str) -> Path:
     """Convert a checkpoint of DeepSpeed's stages 1 to 3 with DeepSpeed, in a subprocess."""
     # One worker: two would start processes that import torch again.
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
-    command += ["--input_folder", str(folder.absolute()), "--output_folder", str(universal)]
+    command += ["--input_folder", str(folder.absolute()), "--output_folder", f"{scratch}/universal"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = shown(lines[-1], 300) if lines else f"exit code {done.returncode}"
-        raise UserError(f"{folder}: DeepSpeed's ds_to_universal failed: {reason}")
-    return universal
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        raise UserError(f"{folder}: DeepSpeed's ds_to_universal failed: {shown(last_line, 300)}")
+    return Path(scratch, "universal")
 
 
 def _of_universal(folder: Path, trusted: bool) -> ForeignCheckpoint:
     """Open a universal checkpoint: the folder that contains `zero/`, or its parent."""
-    zero = (named_in(folder / "latest_universal") or folder) / "zero"
-    names = sorted(path.parent.relative_to(zero).as_posix() for path in zero.glob("**/fp32.pt"))
-    if not names:
+    zero = (recognize.named_in(folder / "latest_universal") or folder) / "zero"
+    folders = {
+        path.parent.relative_to(zero).as_posix(): path.parent for path in zero.rglob("fp32.pt")
+    }
+    # A tied weight may be stored twice, the second time under its other name without moments.
+    trained = [name for name in sorted(folders) if (folders[name] / "exp_avg.pt").is_file()]
+    if not folders:
         raise UserError(f"{folder} is not a DeepSpeed universal checkpoint: no zero/*/fp32.pt.")
 
     def read(name: str, kind: str) -> torch.Tensor:
-        path = zero / name / UNIVERSAL_FILES[kind]
-        tensor = load_tensors(path)
-        tensor = tensor.get("param") if isinstance(tensor, dict) else tensor
-        if not isinstance(tensor, torch.Tensor):
-            raise UserError(f"{path} contains no tensor.")
-        return tensor.float()
+        tensor = load_tensors(folders[name] / UNIVERSAL_FILES[kind])
+        return tensor["param"] if isinstance(tensor, dict) else tensor
 
-    # A tied weight may be stored twice, the second time under its other name without moments.
-    trained = [name for name in names if (zero / name / "exp_avg.pt").is_file()]
-    shapes = {name: tuple(read(name, "weight").shape) for name in trained or names}
+    weights = {name: read(name, "weight") for name in trained or sorted(folders)}
+    states = {name: {kind: read(name, kind) for kind in MOMENTS} for name in trained}
     if not trained:
-        return ForeignCheckpoint(shapes, read, 0, ("weight",))
-    if (step := zero / trained[0] / "step.pt").is_file():  # of stages 1 and 2
-        return ForeignCheckpoint(shapes, read, int(load_tensors(step)))
-    state = load_tensors(zero / "optimizer_state.pt", trusted)["optimizer_state_dict"]["state"]
-    return ForeignCheckpoint(shapes, read, int(state[0]["step"]))
+        step = 0
+    elif (file := folders[trained[0]] / "step.pt").is_file():  # of stages 1 and 2
+        step = load_tensors(file)
+    else:
+        optimizer = load_tensors(zero / "optimizer_state.pt", trusted)["optimizer_state_dict"]
+        step = optimizer["state"][0]["step"]
+    return ForeignCheckpoint(weights, states, int(step))
 
 
 def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
@@ -246,14 +221,15 @@ def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
     weights: dict = {}
     states: dict = {}
     for folder in folders:
+        file = scratch / f"{folder.name}.pt"
         try:
-            dcp_to_torch_save(folder, scratch / f"{folder.name}.pt")
-        except (CheckpointException, Exception) as error:  # the first is a BaseException
+            dcp_to_torch_save(folder, file)
+        except (CheckpointException, *UNREADABLE) as error:
             raise UserError(
                 f"{folder}: .metadata or a file with its tensors cannot be read by torch's "
                 f"dcp_to_torch_save: {shown(first_line(error), 200)}."
             ) from error
-        for part in _parts_of(load_tensors(scratch / f"{folder.name}.pt")):
+        for part in _parts_of(load_tensors(file)):
             if "param_groups" in part:
                 states = part["state"]
             else:
@@ -264,9 +240,8 @@ def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
             f"{folders[0]} does not contain the weights of a model and their AdamW states under "
             "the names of get_model_state_dict and get_optimizer_state_dict."
         )
-    checkpoint = _from_dicts(weights, states, dict(NEW_RUN), {})
-    checkpoint.counters["step"] = checkpoint.adam_step  # the format has no other
-    return checkpoint
+    step = _step_of(states)
+    return ForeignCheckpoint(weights, states, step, step)  # the format has no step of the run
 
 
 def _parts_of(tree) -> Iterator[dict]:

@@ -1,7 +1,7 @@
 """The format of a checkpoint: its names on disk, its manifest.json, and the check of its files.
 
-The manifest has a digest of itself and of each file that it lists. An entry whose digest matches is
-used without further checks, except names: a name must stay inside the checkpoint's folder.
+The manifest has a digest of itself and of each file that it lists. One whose digest matches is used
+without further checks, except that no name in it may leave the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ from support.train_state import NEW_RUN
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-ELEMENT_BYTES = 4  # all tensors of a checkpoint are fp32
 BUFFERS = "model/buffers.safetensors"
 ADAFACTOR_STATES = "optimizer.safetensors"  # they have no element for each weight
 MARKS = ("latest", "best")  # files that contain the name of a checkpoint
-# Errors of code that uses a manifest with a missing or wrong entry.
-WRONG_ENTRY = (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError)
 
 
 # ---------------------------------------------------------------------------------- names on disk
@@ -64,12 +61,6 @@ def candidates_in(path: Path) -> list[Path]:
     return list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
 
-def is_inner_path(name: str) -> bool:
-    """Return whether a relative path stays inside the folder that it is joined to."""
-    has_forbidden_parts = {"", ".", ".."} & set(name.split("/"))
-    return name.isprintable() and "\\" not in name and not has_forbidden_parts
-
-
 # ----------------------------------------------------------------------------------- the manifest
 
 
@@ -78,17 +69,13 @@ def open_checkpoint(path: Path) -> tuple[Path, dict]:
 
     Args:
         path: see `candidates_in`; of several checkpoints the newest is opened.
-    Returns:
-        The checkpoint's folder and manifest.
     Raises:
         UserError: there is no checkpoint, or it is incomplete or damaged.
     """
     candidates = candidates_in(path)
     if not candidates:
-        model = f" Its trained model is in {path / 'hf'}." if (path / "hf").is_dir() else ""
         raise UserError(
-            f"{path} contains no checkpoint: a run saves them with --save_every or "
-            f"--save_epochs.{model}"
+            f"{path} contains no checkpoint: a run saves them with --save_every or --save_epochs."
         )
     manifest, problem = read_manifest(candidates[0])
     if problem := problem or find_damage(candidates[0], manifest):
@@ -100,11 +87,9 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     """Write manifest.json, which makes a checkpoint complete.
 
     Args:
-        folder: the checkpoint's folder, with all files that the manifest lists.
         manifest: without format version and digest.
     Raises:
         ValueError: a name would leave the folder, so that the manifest could not be read.
-        OSError: the disk is full, or not writable.
     """
     # The digest is of the manifest as it will be read: JSON turns tuples into lists, for example.
     manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))
@@ -120,12 +105,7 @@ def file_entry(path: Path) -> dict:
 
 
 def read_manifest(checkpoint: Path) -> tuple[dict, str]:
-    """Read a checkpoint's manifest.
-
-    Returns:
-        (manifest, ""), with defaults for keys that older versions did not write; or ({}, problem)
-        with a clause that says why the manifest cannot be used.
-    """
+    """Return (manifest, ""), or ({}, problem) with a clause that says why it cannot be used."""
     path = checkpoint / "manifest.json"
     if not path.is_file():
         return {}, "it has no manifest.json, so it was never completed"
@@ -133,14 +113,14 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
         manifest = json.loads(path.read_bytes())
         if manifest.pop("sha256", "") != digest_of_json(manifest):
             return {}, "its manifest.json is damaged"
-        version = manifest.get("format_version")
-        if version != FORMAT_VERSION:
-            return {}, f"its format is {shown(version)}, and this version reads {FORMAT_VERSION}"
+        if manifest["format_version"] != FORMAT_VERSION:
+            version = shown(manifest["format_version"])
+            return {}, f"its format is {version}, and this version reads {FORMAT_VERSION}"
         manifest = _with_defaults(manifest)
         _check_names(manifest)
     except OSError as error:
         return {}, f"its manifest.json cannot be read ({error.strerror})"
-    except (*WRONG_ENTRY, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         return {}, f"its manifest.json is damaged ({shown(error)})"
     return manifest, ""
 
@@ -162,20 +142,18 @@ def _with_defaults(manifest: dict) -> dict:
 
 def _check_names(manifest: dict) -> None:
     """Check that names of files and parameters stay in the folder, and tensors in listed files."""
-    names = [*manifest["files"], *manifest["shapes"]]
     unlisted = {piece["file"] for piece in manifest["pieces"]} - manifest["files"].keys()
-    if bad := [*unlisted, *(name for name in names if not is_inner_path(name))]:
-        raise ValueError(f"the name {shown(bad[0])}")
+    for name in [*unlisted, *manifest["files"], *manifest["shapes"]]:
+        outside = {"", ".", ".."} & set(name.split("/")) or "\\" in name
+        if name in unlisted or outside or not name.isprintable():
+            raise ValueError(f"the name {shown(name)}")
 
 
 def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
-    """Verify the size and the digest of the files that a manifest lists.
+    """Return a clause about the first listed file whose size or digest differs, or "".
 
     Args:
-        part, parts: verify only every `parts`-th file, from number `part` on, so that the ranks can
-            share the work.
-    Returns:
-        A clause about the first damaged file, or "".
+        part, parts: verify only every `parts`-th file, from number `part` on.
     """
     for name, entry in list(manifest["files"].items())[part::parts]:
         path = checkpoint / name
@@ -184,10 +162,8 @@ def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1)
                 return f"{name} is missing"
             if (size := path.stat().st_size) != entry["bytes"]:
                 return f"{name} has {size} bytes instead of {entry['bytes']}"
-            if sha256_of(path) != entry["sha256"]:
+            if sha256_of(path) != entry.get("sha256"):
                 return f"{name} is damaged (its SHA-256 differs)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        except WRONG_ENTRY as error:
-            return f"its manifest.json is damaged ({shown(error)})"
     return ""

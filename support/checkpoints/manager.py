@@ -1,12 +1,9 @@
 """Save and load checkpoints, in one format for all strategies and numbers of ranks.
 
-docs/CHECKPOINTS.md lists the files of a checkpoint. It is either complete or missing: it is written
-to a folder with a temporary name, each file is flushed to disk, the manifest last, and the folder
-is renamed. An interrupted save leaves the previous checkpoint as it was.
-
-A piece records which elements of which parameter it holds, but nothing about strategies or ranks.
-Any strategy on any number of ranks can therefore load the checkpoint of any other, and each rank
-reads only the elements of its own shards.
+docs/CHECKPOINTS.md lists the files of a checkpoint. They are written to a folder with a temporary
+name and flushed to disk, the manifest last; then the folder is renamed. A piece records which
+elements of which parameter it holds, but nothing about strategies or ranks, so that any strategy on
+any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints import format as files
 from support.checkpoints.compatibility import refuse_other_run, report_changes, run_signature
 from support.checkpoints.find import Found, check_optimizer, find_checkpoint, verify
-from support.checkpoints.format import (
-    ADAFACTOR_STATES,
-    BUFFERS,
-    MARKS,
-    file_entry,
-    list_checkpoints,
-    marked,
-    step_folder,
-    step_of,
-    write_manifest,
-)
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
+from support.errors import FirstError, Preempted, TrainingError, UserError
 from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
@@ -50,73 +38,53 @@ from support.unwrap import unwrapped
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 
 
+@dataclass
 class CheckpointManager:
-    """Checkpoint manager of a run: resumes it, and saves checkpoints when they are due.
+    """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods."""
 
-    Args:
-        folder: the run's output folder.
-        dataset: the dataset's entry in results.json.
-    Attributes:
-        identity: the run signature, see compatibility.run_signature.
-        around_save: returns a context manager that is entered for each save. The run sets it to
-            complete the counters before a save, and to exclude the save from the step times.
-        seconds: for each save of this process, how long training waited for it.
-        best_is_loaded: whether `load_best` left the best weights in the model.
-    Raises:
-        UserError: checkpoints are requested, but they do not support the optimizer.
-    """
+    args: Arguments
+    ctx: DistContext
+    folder: Path  # the run's output folder; after the initialization its `checkpoints`
+    objects: TrainingObjects
+    spec: Any  # the ModelSpec
+    dataset: InitVar[dict]  # the dataset's entry in results.json
+    # Entered for each save: completes the counters before it, excludes it from the step times.
+    around_save: Callable[[], AbstractContextManager] = nullcontext
+    seconds: list[float] = field(default_factory=list)  # how long training waited for each save
+    best_is_loaded: bool = False  # whether `load_best` left the best weights in the model
+    _saved_at: int | None = None
+    _resumed_at: int = -1  # step of the checkpoint in `folder` that this run continues
+    _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
 
     find = staticmethod(find_checkpoint)
 
-    def __init__(
-        self,
-        args: Arguments,
-        ctx: DistContext,
-        folder: Path,
-        objects: TrainingObjects,
-        spec,
-        dataset: dict,
-    ):
-        self.args, self.ctx, self.folder = args, ctx, folder / "checkpoints"
-        self.objects, self.spec = objects, spec
-        self.identity = run_signature(args, ctx, spec, dataset, objects.model)
-        self.model, self.module = objects.model, unwrapped(objects.model)
+    def __post_init__(self, dataset: dict) -> None:
+        args, self.folder = self.args, self.folder / "checkpoints"
+        self.model, self.module = self.objects.model, unwrapped(self.objects.model)
+        # The run signature, see support/checkpoints/compatibility.py.
+        self.identity = run_signature(args, self.ctx, self.spec, dataset, self.model)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
-            self.state = sharded_state(self.module, objects.optimizer, ctx.device)
-        self.may_save = self._may_save()  # whether this run can write checkpoints
-        self.around_save: Callable[[], AbstractContextManager] = nullcontext
-        self.seconds: list[float] = []
-        self.best_is_loaded = False
+            self.state = sharded_state(self.module, self.objects.optimizer, self.ctx.device)
+        self._can_save = self.state is not None and self.state.family is not None
+        self.may_save = self._can_save and not args.no_save
         self._stop = DelayedFlag()
-        self._saved_at: int | None = None
-        self._loaded_from: Path | None = None
-        self._resumed_at = -1  # step of the checkpoint in `folder` that this run continues
-
-    def _may_save(self) -> bool:
-        if self.args.eval_only:
-            return False
-        if self.state.family is not None:
-            return not self.args.no_save
+        # The scheduler that a user's DeepSpeed file configures, or None.
+        self._scheduler = getattr(self.model, "lr_scheduler", None)
+        if self._can_save or args.eval_only:
+            return
         problem = "Checkpoints do not support the DeepSpeed file's optimizer"
         flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
-        if given := [flag for flag in flags if getattr(self.args, flag) not in (None, False)]:
+        if given := [flag for flag in flags if getattr(args, flag) not in (None, False)]:
             raise UserError(f"{problem}: use AdamW or --optim, or omit --{' and --'.join(given)}.")
-        if not self.args.no_save:
+        if not args.no_save:
             self.ctx.console.warn(f"{problem}: a signal will end this run without one.")
-        return False
 
     # ------------------------------------------------------------------------------------- resuming
 
     def resume(self, found: Found | None) -> dict:
-        """Load a checkpoint. Call it on every rank.
+        """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
 
-        Nothing on disk is changed, see `take_over`.
-
-        Args:
-            found: as `find_checkpoint` returned it; None for a new run.
-        Returns:
-            The checkpoint's counters, or those of a new run.
         Raises:
             UserError: the checkpoint does not fit this run.
             TrainingError: a file cannot be read.
@@ -129,11 +97,28 @@ class CheckpointManager:
         refuse_other_run(manifest["identity"], self.identity, self.args.resume_force)
         report_changes(manifest["identity"], self.identity, self.ctx)
         self._load_weights(path, manifest)
-        self._load_other_states(manifest)
-        counters = self._counters_of(manifest)
+        counters, objects = manifest["counters"], self.objects
+        # An imported checkpoint has no position, so its stream starts at the beginning.
+        if objects.stream is not None and (manifest["stream"] or counters["samples"]):
+            objects.stream.resume(manifest["stream"])
+        gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
+        # --lr_scheduler depends on the step only; a scheduler of a DeepSpeed file has a state.
+        if self._scheduler and manifest["lr_scheduler"]:
+            self._scheduler.load_state_dict(manifest["lr_scheduler"])
+            for group, saved in zip(self.state.base.param_groups, manifest["groups"], strict=True):
+                group["lr"] = saved["lr"]
+                if "betas" in saved:  # not those of SGD
+                    group["betas"] = tuple(saved["betas"])
+        if self.args.load_best_at_end and (best := counters["best"]):
+            best_folder = files.step_folder(self.folder, best["step"])
+            if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
+                counters = {**counters, "best": None}
+                self.ctx.console.warn(
+                    f"{best_folder} is missing: only evaluations from here on may be the best."
+                )
         dist.barrier()  # after it every rank has loaded its shards
         self.ctx.console.print0(f"▶️  Resumed from {path}")
-        if path.resolve() == step_folder(self.folder, counters["step"]).resolve():
+        if path.resolve() == files.step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
         return counters
 
@@ -141,106 +126,43 @@ class CheckpointManager:
         """Load weights, optimizer states and buffers, after a check of all shapes."""
         check_optimizer(path, manifest, self.state.family)
         check_shapes(path, manifest, self.state)
-        saved = load_file(path / BUFFERS) if BUFFERS in manifest["files"] else {}
-        buffers = {name: b for name, b in self.module.named_buffers() if name in saved}
-        for name, buffer in buffers.items():
-            if saved[name].shape != buffer.shape:
-                raise UserError(
-                    f"--resume {path}: the shape of the buffer {name} is {list(buffer.shape)} in "
-                    f"this model, and {list(saved[name].shape)} in the checkpoint."
-                )
-        if ADAFACTOR_STATES in manifest["files"]:
-            self.state.load_adafactor_states(load_file(path / ADAFACTOR_STATES))
+        if files.ADAFACTOR_STATES in manifest["files"]:
+            self.state.load_adafactor_states(load_file(path / files.ADAFACTOR_STATES))
         read_shards(path, manifest, self.state)
-        for name, buffer in buffers.items():
-            buffer.copy_(saved[name])
+        if files.BUFFERS in manifest["files"]:
+            saved = load_file(path / files.BUFFERS)
+            for name, buffer in self.module.named_buffers():
+                if name in saved:
+                    buffer.copy_(saved[name])
         self._loaded_from = path
 
-    def _load_other_states(self, manifest: dict) -> None:
-        """Load the states of the stream, the loss scaler and DeepSpeed's scheduler."""
-        objects = self.objects
-        # An imported checkpoint has no position, so its stream starts at the beginning.
-        has_position = manifest["stream"] or manifest["counters"]["samples"]
-        if objects.stream is not None and has_position:
-            objects.stream.resume(manifest["stream"])
-        gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
-        # --lr_scheduler depends on the step only; a scheduler of a DeepSpeed file has a state.
-        saved_schedule = manifest["lr_scheduler"]
-        if self._scheduler and saved_schedule:
-            self._scheduler.load_state_dict(saved_schedule)
-            for group, values in zip(self.state.base.param_groups, manifest["groups"], strict=True):
-                group["lr"] = values["lr"]
-                if "betas" in values:  # not those of SGD
-                    group["betas"] = tuple(values["betas"])
-        elif self._scheduler or saved_schedule:
-            new = "the DeepSpeed file's starts from the beginning"
-            self.ctx.console.warn(
-                "--resume: the learning rate's schedule changes: "
-                f"{new if self._scheduler else '--lr_scheduler replaces that of a DeepSpeed file'}."
-            )
-
-    def _counters_of(self, manifest: dict) -> dict:
-        """Return a checkpoint's counters, without a best evaluation whose checkpoint is missing."""
-        counters, best = manifest["counters"], manifest["counters"]["best"]
-        if not (best and self.args.load_best_at_end):
-            return counters
-        if self.ctx.broadcast_from_rank0(step_folder(self.folder, best["step"]).is_dir()):
-            return counters
-        self.ctx.console.warn(
-            f"--load_best_at_end: the checkpoint of the best evaluation (step {best['step']}) is "
-            f"not in {self.folder}. Only evaluations from here on are compared."
-        )
-        return {**counters, "best": None}
-
-    @property
-    def _scheduler(self):
-        """The scheduler that a user's DeepSpeed file configures, or None."""
-        return getattr(self.model, "lr_scheduler", None)
-
     def take_over(self, best: dict | None) -> None:
-        """Prepare the folder of checkpoints for this run; rank 0 only, no-op on other ranks.
+        """Prepare the folder of checkpoints for this run, when all checks have passed.
 
-        Call it when all checks have passed, because it changes files of earlier runs. Checkpoints
-        after the resumed one are renamed: they are damaged, or of a run that this one replaces.
-
-        Raises:
-            UserError: the folder's path exists but is no folder.
-            OSError: the folder is not writable.
+        Checkpoints after the resumed one are renamed: they are damaged, or of a replaced run.
         """
         if not self.ctx.is_main:
             return
-        if os.path.lexists(self.folder) and not self.folder.is_dir():
-            raise UserError(
-                f"{self.folder} is not a folder, but checkpoints are saved there: rename it."
-            )
         if self.ctx.lock:
             atomic.remove_leftovers(self.folder)
-        for path in list_checkpoints(self.folder):
-            if step_of(path) > self._resumed_at:
+        for path in files.list_checkpoints(self.folder):
+            if files.step_of(path) > self._resumed_at:
                 atomic.set_aside(path, f"aside-{path.name}")
-        for mark in MARKS:
-            if os.path.lexists(self.folder / mark) and not marked(self.folder, mark):
+        for mark in files.MARKS:
+            if os.path.lexists(self.folder / mark) and not files.marked(self.folder, mark):
                 aside = atomic.set_aside(self.folder / mark, f"{mark}.damaged")
                 self.ctx.console.warn(
-                    f"{self.folder / mark} does not name a checkpoint. It was renamed to "
-                    f"{aside.name} and is not used."
+                    f"{self.folder / mark} does not name a checkpoint: renamed to {aside.name}."
                 )
         if best and self.args.load_best_at_end:
-            name = step_folder(self.folder, best["step"]).name
-            atomic.write_text(self.folder / "best", f"{name}\n")
+            self._mark("best", best["step"])
 
     def load_best(self, best: int, now: int) -> None:
-        """Load the weights of the best evaluation; call it on every rank, at the end of training.
+        """Load the weights of the step with the best evaluation, at the end of training.
 
-        If that checkpoint is damaged or missing, the last weights stay, with a warning.
-
-        Args:
-            now: the step whose weights are loaded now.
-        Raises:
-            UserError: the checkpoint does not fit this model.
-            TrainingError: a file cannot be read.
+        If it is damaged or missing, the weights of the step `now` stay, with a warning.
         """
-        best_folder = step_folder(self.folder, best)
+        best_folder = files.step_folder(self.folder, best)
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
@@ -267,16 +189,16 @@ class CheckpointManager:
         return self.may_save and self._stop.read(stop)
 
     def after_evaluation(self, state: TrainState) -> None:
-        """Save a checkpoint if this evaluation is the best so far; call it on every rank."""
+        """Save a checkpoint if this evaluation is the best so far."""
         if not (self.args.load_best_at_end and state.best and state.best["step"] == state.step):
             return
         self.save(state)
         if self.ctx.is_main:
-            old, new = marked(self.folder, "best"), step_folder(self.folder, state.step).name
-            atomic.write_text(self.folder / "best", new + "\n")
+            old = files.marked(self.folder, "best")
+            self._mark("best", state.step)
             # With regular saves --keep_last decides which checkpoints are removed.
             saves_regularly = self.args.save_every or self.args.save_epochs
-            if old not in ("", new) and not saves_regularly:
+            if old not in ("", files.marked(self.folder, "best")) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
 
     def save_before_stop(self, state: TrainState) -> Preempted:
@@ -290,18 +212,19 @@ class CheckpointManager:
         self.save(state)
         return Preempted(self.model)
 
-    def save(self, state: TrainState) -> None:
-        """Save a checkpoint of the current step, unless there is one.
+    def _mark(self, mark: str, step: int) -> None:
+        name = files.step_folder(self.folder, step).name
+        atomic.write_text(self.folder / mark, f"{name}\n")
 
-        Call it on every rank, between two steps. It returns when the checkpoint is on disk.
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint of the current step, unless there is one; it is on disk afterwards.
 
         Raises:
-            TrainingError: the disk is full, or not writable. All ranks raise it together, and no
-                unfinished folder remains.
+            TrainingError: it cannot be written. All ranks raise it, and nothing unfinished remains.
         """
         if state.step == self._saved_at:
             return
-        started, final = time.monotonic(), step_folder(self.folder, state.step)
+        started, final = time.monotonic(), files.step_folder(self.folder, state.step)
         with self.around_save():
             with self.ctx.console.bar("Saving a checkpoint", unit=""):
                 self._write(final, self._manifest(state.counters()))
@@ -328,22 +251,21 @@ class CheckpointManager:
         }
 
     def _write(self, final: Path, manifest: dict) -> None:
-        """Write a checkpoint to the folder `final`; every rank calls it."""
+        """Write a checkpoint to the folder `final`."""
         ctx, errors = self.ctx, FirstError()
         unfinished = self.folder / f"{atomic.PARTIAL}{final.name}"
         if ctx.is_main:
-            errors.attempt(_start_checkpoint, unfinished)
+            atomic.remove(unfinished)
+            errors.attempt(unfinished.mkdir, 0o777, True)
         dist.barrier()
         writer = PieceWriter(unfinished, ctx.rank)
         errors.attempt(write_shards, writer, self.state, ctx.world_size)
-        if errors.error is not None and isinstance(explain(errors.error), OutOfMemory):
-            raise errors.error  # ends the run with the facts on memory; the other ranks are ended
         ranks = ctx.all_gather((writer.pieces, writer.files, str(errors)))
         failed = next((f"{error} [rank {r}]" for r, (_, _, error) in enumerate(ranks) if error), "")
         if ctx.is_main:
             if not failed:
                 manifest["pieces"] = [piece for pieces, _, _ in ranks for piece in pieces]
-                manifest["files"] = {name: f for _, files, _ in ranks for name, f in files.items()}
+                manifest["files"] = {name: f for _, entry, _ in ranks for name, f in entry.items()}
                 errors.attempt(self._complete, unfinished, final, manifest)
                 failed = str(errors)
             atomic.remove(unfinished)  # it exists after an error only
@@ -357,56 +279,53 @@ class CheckpointManager:
         self.spec.describe(unfinished / "model")
         buffers = {} if self.spec.lora else persistent_buffers(self.module)
         states = self.state.adafactor_states() if isinstance(self.state, PlainState) else {}
-        for tensors, name in ((buffers, BUFFERS), (states, ADAFACTOR_STATES)):
+        for tensors, name in ((buffers, files.BUFFERS), (states, files.ADAFACTOR_STATES)):
             if tensors:
                 on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}
                 save_file(on_host, unfinished / name)
-        written = {path.relative_to(unfinished).as_posix(): path for path in unfinished.rglob("*")}
-        for name in sorted(written.keys() - manifest["files"].keys()):
-            if written[name].is_file():
-                manifest["files"][name] = file_entry(written[name])
-        write_manifest(unfinished, manifest)
+        for path in sorted(unfinished.rglob("*")):
+            name = path.relative_to(unfinished).as_posix()
+            if path.is_file() and name not in manifest["files"]:
+                manifest["files"][name] = files.file_entry(path)
+        files.write_manifest(unfinished, manifest)
         atomic.sync_tree(unfinished / "model")
         atomic.sync(unfinished)
         os.replace(unfinished, final)
 
     def _mark_latest(self, final: Path) -> None:
-        """Name a complete checkpoint in `latest`, and remove old ones; an error is only reported.
-
-        `find_checkpoint` does not read `latest`, so the checkpoint can be resumed without it.
-        """
+        """Name a complete checkpoint in `latest`, which is for users only, and remove old ones."""
         try:
             atomic.sync(self.folder)
             atomic.sync(self.folder.parent)
-            atomic.write_text(self.folder / "latest", final.name + "\n")
+            self._mark("latest", files.step_of(final))
             atomic.sync(self.folder)
-            _remove_old(self.folder, self.args.keep_last)
         except OSError as error:
             self.ctx.console.warn(
                 f"The checkpoint {final} is complete, but {self.folder / 'latest'} could not be "
                 f"updated ({error.strerror})."
             )
+            return
+        if self.args.keep_last:
+            for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:
+                if old.name != files.marked(self.folder, "best"):
+                    shutil.rmtree(old, ignore_errors=True)
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
-        """Return a checkpoint with the model's present weights, and save one if necessary.
+        """Return a checkpoint with the model's present weights; None if there is none.
 
-        Every rank calls it.
-
-        Args:
-            state: the run's counters; None for a run that was complete before it was resumed.
-        Returns:
-            The checkpoint's folder; None if there is none and none can be written.
+        For an export that failed: one is saved if necessary, also with --no_save. `state` is None
+        for a run that was complete before it was resumed.
         """
         if self.best_is_loaded or state is None:
             return self._loaded_from
-        if not self.may_save:
+        if not self._can_save:
             return None
         try:
             self.save(state)
         except TrainingError as error:
             self.ctx.console.warn(str(error))
             return None
-        return step_folder(self.folder, state.step)
+        return files.step_folder(self.folder, state.step)
 
 
 class DelayedFlag:
@@ -429,10 +348,9 @@ class DelayedFlag:
 
 
 def saves_due(args: Arguments, before: dict, steps: int, blocks: int) -> int:
-    """Return how many checkpoints a run will save until its end, if no signal stops it.
+    """Return how many checkpoints a run of so many optimizer steps will still save.
 
     Args:
-        steps: optimizer steps of the whole run.
         blocks: sequences in an epoch.
     """
     if args.no_save or args.eval_only:
@@ -440,14 +358,3 @@ def saves_due(args: Arguments, before: dict, steps: int, blocks: int) -> int:
     every = steps // args.save_every - before["step"] // args.save_every if args.save_every else 0
     epochs = max(0, (args.epochs or 1) - before["samples"] // blocks) if args.save_epochs else 0
     return max(0, every) + epochs + bool(args.load_best_at_end)
-
-
-def _start_checkpoint(unfinished: Path) -> None:
-    atomic.remove(unfinished)
-    unfinished.mkdir(parents=True)
-
-
-def _remove_old(folder: Path, keep_last: int | None) -> None:
-    for old in list_checkpoints(folder)[keep_last:] if keep_last else ():
-        if old.name != marked(folder, "best"):
-            shutil.rmtree(old, ignore_errors=True)

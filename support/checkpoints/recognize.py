@@ -19,10 +19,9 @@ def format_of(folder: Path) -> str | None:
 def newest_of_trainer(folder: Path) -> Path:
     """Return the newest checkpoint-N in a Trainer's output folder, or the folder itself."""
     found = {
-        int(path.name.removeprefix("checkpoint-")): path
-        for path in folder.glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-[0-9]{1,12}", path.name)
-        and (path / "trainer_state.json").is_file()
+        int(path.parent.name.removeprefix("checkpoint-")): path.parent
+        for path in folder.glob("checkpoint-*/trainer_state.json")
+        if re.fullmatch(r"checkpoint-[0-9]{1,12}", path.parent.name)
     }
     return found[max(found)] if found else folder
 
@@ -41,9 +40,6 @@ def named_in(file: Path) -> Path | None:
 
 
 def fsdp_folders(folder: Path) -> list[Path]:
-    """Return the folders with a `.metadata` of torch.distributed.checkpoint.
-
-    accelerate writes two of them.
-    """
+    """Return the folders with a `.metadata` of torch.distributed.checkpoint; accelerate has two."""
     inner = (folder / name for name in ("", "pytorch_model_fsdp_0", "optimizer_0"))
     return [path for path in inner if (path / ".metadata").is_file()]

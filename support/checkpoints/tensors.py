@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from support.checkpoints.format import ELEMENT_BYTES, KINDS, file_entry
+from support.checkpoints.format import KINDS, file_entry
 from support.errors import TrainingError, UserError
 from support.strategies.optimizer_shards import ShardedState
 
@@ -33,7 +33,7 @@ class PieceWriter:
         self.pieces: list[dict] = []
         self.files: dict[str, dict] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._room = self._capacity = PIECE_FILE_BYTES // (len(KINDS) * ELEMENT_BYTES)
+        self._room = self._capacity = PIECE_FILE_BYTES // (4 * len(KINDS))  # elements in fp32
 
     def add(self, name: str, start: int, tensors: dict[str, torch.Tensor]) -> None:
         """Add consecutive elements of a parameter, which may be distributed over several files.
@@ -69,20 +69,14 @@ class PieceWriter:
 
 
 def write_shards(writer: PieceWriter, state: ShardedState, world_size: int) -> None:
-    """Write the weights and moments of this rank.
-
-    Raises:
-        OSError: the disk is full, or not writable.
-        TrainingError: the optimizer's states are not complete.
-    """
+    """Write the weights and moments of this rank."""
     for shard in state.shards:
         with state.open(shard) as tensors:
             for piece in [] if state.is_copy else shard.pieces:
                 begin, end = 0, piece.numel
                 if state.replicated:  # every rank has all elements and writes an equal part of them
-                    begin, end = (
-                        piece.numel * r // world_size for r in (writer.rank, writer.rank + 1)
-                    )
+                    begin = piece.numel * writer.rank // world_size
+                    end = piece.numel * (writer.rank + 1) // world_size
                 part = slice(piece.offset + begin, piece.offset + end)
                 elements = {kind: flat[part] for kind, flat in tensors.items()}
                 writer.add(piece.name, piece.start + begin, elements)
@@ -103,11 +97,8 @@ class PieceReader:
         self._files.clear()
 
     def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
-        """Fill a flat tensor with consecutive elements of a parameter; missing moments are 0.
+        """Fill a flat tensor with a parameter's elements from `start` on; missing moments are 0.
 
-        Args:
-            flat: tensor of shape [number of elements] to fill.
-            start: index of the first element in the flattened parameter.
         Raises:
             TrainingError: a file cannot be read, or the checkpoint lacks some of the elements.
         """

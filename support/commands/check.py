@@ -40,7 +40,7 @@ from support.files import hub_cache
 from support.memory import architectures, fit
 from support.memory.estimate import predict
 from support.redaction import redact
-from support.strategies import ops, requirements
+from support.strategies import ops
 from support.strategy import STRATEGIES
 from support.units import GB, MB
 
@@ -193,7 +193,7 @@ def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     ]
     try:
         if "async_io" in missing["infinity"]:
-            requirements.check_libaio()
+            ops.check_libaio()
         yield Line(OK, "DeepSpeed ops", "; ".join(states))
     except UserError as error:
         status = PROBLEM if own.uses_nvme else WARNING

@@ -25,7 +25,7 @@ def prefetch(args: Arguments, launch: Launch) -> NoReturn:
     console = Console(launch.is_main, args.quiet, args.verbose)
     with DistContext.alone(launch, console) as ctx:
         console.print0(f"⏳ Reading {args.model}, or downloading it")
-        tokenizer = models.download_model(args, ctx)
+        tokenizer, _ = models.find_tokenizer(args, ctx)
         if not args.streaming:
             console.print0(f"⏳ Preparing the dataset {args.dataset}")
             for name, _ in datasets_of(args):

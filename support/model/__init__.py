@@ -7,8 +7,6 @@ loss      the next-token loss, computed in chunks of the logits by the output la
 isolation attention within a document, where a sequence has several
 lora      LoRA adapters: attached by peft, merged into the weights for an export
 generate  a sample of text at the end of a run
-export    the trained model as a folder for `from_pretrained`
-trained   what the export reads of a trained run
-card      the model card of that folder
+export    the trained model as a folder for `from_pretrained`, with a model card
 push      the upload of that folder to the Hugging Face hub
 """

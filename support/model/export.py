@@ -4,37 +4,37 @@
     model.safetensors                                       or several files and an index
     README.md                                               the model card
 
-Weights are written one at a time, each directly to its position in its file. An export therefore
-needs memory for the largest weight on one rank; no rank needs memory for a second model.
+An export needs memory for one file of weights on rank 0, and none on the other ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
+import shlex
 import shutil
-import tempfile
 import time
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 
 from support.cli.arguments import Arguments
+from support.cli.paths import is_local_model
+from support.cluster.context import DistContext
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
+from support.known_models import EMBEDDED_MODEL
 from support.memory.system import host_bytes
 from support.model import lora
-from support.model.card import model_card
-from support.model.trained import TrainedModel
 from support.model.weights import DTYPES, persistent_buffers
 from support.optimizers import OPTIMIZERS
 from support.units import GB, perplexity_of
 from support.unwrap import unwrapped
 
-
-class ExportFailed(TrainingError):
-    """The trained model could not be written. All ranks raise this error together."""
+if TYPE_CHECKING:
+    from support.checkpoints.manager import CheckpointManager
 
 
 class Target:
@@ -55,47 +55,39 @@ class Target:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether the folder may be replaced.
-
-        True with --overwrite, or if the folder is this run's own earlier export and is unchanged.
-        """
+        """True with --overwrite, or if the folder is this run's earlier export, unchanged."""
         return self._overwrite or (self._seen is not None and _identity(self.folder) == self._seen)
 
 
 def _identity(folder: Path) -> tuple | None:
-    try:
-        status = folder.lstat()
-    except OSError:
+    if not folder.is_dir():
         return None
+    status = folder.lstat()
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target:
-    """Return the destination of a run's export.
-
-    It is the folder named by --export_hf, by default `hf` in the run's own folder.
+    """Return the destination: --export_hf, or `hf` in the run's folder.
 
     Args:
         earlier: results.json of the run that --resume continues.
     """
-    exported = (earlier or {}).get("export")
-    own = not args.export_hf or (
-        isinstance(exported, dict) and exported.get("folder") == args.export_hf
-    )
+    exported = (earlier or {}).get("export") or {}
+    own = not args.export_hf or exported.get("folder") == args.export_hf
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
 
 
-def finish(trained: TrainedModel, results, target: Target, args: Arguments, state) -> Path | None:
+def finish(
+    trained: CheckpointManager, results, target: Target, args: Arguments, state
+) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
-
-    Every rank calls this function.
 
     Args:
         state: the run's TrainState; None for a run that was complete before it was resumed.
     Returns:
         The folder with the exported model; None if the flags exclude it.
     Raises:
-        TrainingError: the export failed; the message says where the trained weights are.
+        TrainingError: the export failed; the message names the checkpoint with the weights.
     """
     if args.no_export or args.eval_only:
         return None
@@ -108,56 +100,38 @@ def finish(trained: TrainedModel, results, target: Target, args: Arguments, stat
         loss = facts["best_eval_loss"]
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
-    card = model_card(facts, trained.identity)
-    try:
-        exported = export_model(trained, target, args, card)
-    except ExportFailed as error:
-        if checkpoint := trained.weights_kept(state):
-            location = (
-                f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
-                f"{checkpoint} --to hf FOLDER` exports them, and so does the same run with "
-                "--resume."
-            )
-        else:
-            location = _rescue(trained, args, card)
-        raise TrainingError(f"{error} {location}") from error
-    results.update(export=exported)
-    return Path(exported["folder"])
+    start = time.monotonic()
+    failed, folder = export_model(trained, target, args, model_card(facts, trained.identity))
+    if failed:
+        checkpoint = trained.weights_kept(state)
+        advice = (
+            f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
+            f"{checkpoint} --to hf FOLDER` exports them, and so does the same run with --resume."
+            if checkpoint
+            else "The trained weights are lost."
+        )
+        raise TrainingError(f"The export to {target.named} failed: {failed} {advice}")
+    results.update(
+        export={
+            "folder": str(folder),
+            "seconds": time.monotonic() - start,
+            "host_peak_bytes": trained.ctx.all_gather(host_bytes()[1]),
+        }
+    )
+    return folder
 
 
-def _rescue(trained: TrainedModel, args: Arguments, card: str) -> str:
-    """Export the trained model to the temporary directory of rank 0's host.
-
-    Every rank calls this function.
-
-    Returns:
-        A sentence that names the location of the weights.
-    """
-    folder = None
-    if trained.ctx.is_main:
-        with contextlib.suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix="distributed_training_export_"))
-    folder = trained.ctx.broadcast_from_rank0(folder)
-    if folder is None:
-        return "The trained weights are lost: the temporary folder is not writable."
-    try:
-        export_model(trained, Target(folder, overwrite=False, own=False), args, card)
-    except ExportFailed as error:
-        return f"The trained weights are lost: {error}"
-    return f"The trained model was written to {folder} instead."
-
-
-def export_model(trained: TrainedModel, target: Target, args: Arguments, card: str) -> dict:
+def export_model(
+    trained: CheckpointManager, target: Target, args: Arguments, card: str
+) -> tuple[str, Path]:
     """Write the model that a run has trained. Every rank calls this function.
 
     Returns:
-        The `export` entry of results.json. If another run has written to the folder since this run
-        started, the model is in a new folder next to it. The entry and a warning name that folder.
-    Raises:
-        ExportFailed: the model could not be written. No part of it remains on disk.
+        Why it could not be written, or ""; and the folder as the user wrote it, or a new one next
+        to it if another run has written to that folder.
     """
     ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[args.export_dtype]
-    start, errors = time.monotonic(), FirstError()
+    errors, final = FirstError(), target.folder
     temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
@@ -165,14 +139,13 @@ def export_model(trained: TrainedModel, target: Target, args: Arguments, card: s
         errors.attempt(spec.describe, folder, dtype, args.merge_lora)
     write = _write_merged if spec.lora and args.merge_lora else _write_trained
     write(trained, folder, dtype, errors)
-    final = None
     if temporary and folder:
         errors.attempt(write_text, folder / "README.md", card)
         final = errors.attempt(finish_folder, temporary, target.folder, target.may_be_replaced)
         temporary.remove()
     failed, final = ctx.broadcast_from_rank0((str(errors), final))
     if failed:
-        raise ExportFailed(f"The export to {target.named} failed: {failed}")
+        return failed, target.named
     export_path = target.named
     if final != target.folder:
         export_path = export_path.with_name(final.name)
@@ -181,27 +154,20 @@ def export_model(trained: TrainedModel, target: Target, args: Arguments, card: s
             "use --overwrite to replace it."
         )
     ctx.console.print0(f"🤗 {export_path}")
-    return {
-        "folder": str(export_path),
-        "seconds": time.monotonic() - start,
-        "host_peak_bytes": ctx.all_gather(host_bytes()[1]),
-    }
+    return "", export_path
 
 
 def _write_trained(
-    trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
-    """Write the trained weights: the model's, or its adapters'.
-
-    Every rank calls this function. A rank whose `folder` is None only contributes its shards.
-    """
+    """Write the trained weights, of the model or its adapters, on the rank that has a `folder`."""
     adapters = trained.spec.lora is not None
     buffers = {} if adapters else persistent_buffers(unwrapped(trained.model))
     stem = "adapter_model" if adapters else "model"
     names = {name: lora.peft_name(name) if adapters else name for name in trained.state.shapes}
+    shapes = {names[name]: shape for name, shape in trained.state.shapes.items()}
     files = None
     if folder:
-        shapes = {names[name]: shape for name, shape in trained.state.shapes.items()}
         files = errors.attempt(WeightFiles, folder, shapes, dtype, buffers, FILE_BYTES, stem)
     for name, weight in trained.state.whole_weights():
         if files:
@@ -211,7 +177,7 @@ def _write_trained(
 
 
 def _write_merged(
-    trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the whole model with the adapters added, on the rank that has a `folder`."""
     adapters = {
@@ -235,7 +201,9 @@ def _write_merged(
         errors.attempt(write, folder)
 
 
-def check_room(args: Arguments, ctx, target: Target, output_dir: Path, spec, saves: int) -> None:
+def check_room(
+    args: Arguments, ctx: DistContext, target: Target, output_dir: Path, spec, saves: int
+) -> None:
     """Check before training that the disks have room for the files that the run will write.
 
     Raises:
@@ -243,33 +211,26 @@ def check_room(args: Arguments, ctx, target: Target, output_dir: Path, spec, sav
     """
     if not ctx.is_main or ctx.simulated:
         return
-    required, total = Counter(), Counter()  # bytes on each disk
-    if not (args.no_export or args.eval_only):
-        exported = spec.trainable if spec.lora and not args.merge_lora else spec.parameters
-        required[_disk(target.folder)] += exported * DTYPES[args.export_dtype].itemsize
-    total |= required
-    if saves:
-        moments = 2 if OPTIMIZERS[args.optim].family == "adamw" else 0
-        checkpoint = 4 * (1 + moments) * spec.trainable
-        kept = min(saves, args.keep_last + 1) if args.keep_last else saves
-        required[_disk(output_dir)] += checkpoint
-        total[_disk(output_dir)] += checkpoint * kept
-    for disk, size in required.items():
-        usage = shutil.disk_usage(disk)
-        if usage.total == 0:  # the file system does not report its size
-            continue
-        free = f"{disk} has {usage.free / GB:.2f} GB free, and "
-        if size > usage.free:
-            both = saves and disk == _disk(output_dir)
+    weights = spec.trainable if spec.lora and not args.merge_lora else spec.parameters
+    export = 0 if args.no_export or args.eval_only else weights * DTYPES[args.export_dtype].itemsize
+    moments = 2 if OPTIMIZERS[args.optim].family == "adamw" else 0
+    checkpoint = 4 * (1 + moments) * spec.trainable if saves else 0
+    kept = min(saves, args.keep_last + 1) if args.keep_last else saves
+    export_disk, run_disk = _disk(target.folder), _disk(output_dir)
+    for disk in {export_disk, run_disk}:
+        export_here = export if disk == export_disk else 0
+        checkpoint_here = checkpoint if disk == run_disk else 0
+        free = shutil.disk_usage(disk).free
+        if (needed := export_here + checkpoint_here) > free:
             raise UserError(
-                f"{free}{'a checkpoint with the export' if both else 'the export'} of this run "
-                f"needs {size / GB:.2f} GB there: free some space, or name another folder with "
+                f"{disk} has {free / GB:.2f} GB free, and the export and a checkpoint of this run "
+                f"need {needed / GB:.2f} GB there: free some space, or name another folder with "
                 "--output_dir or --export_hf (--no_export skips the export)."
             )
-        if total[disk] > usage.free:
+        if (total := export_here + kept * checkpoint_here) > free:
             ctx.console.warn(
-                f"{free}all files that this run keeps there need {total[disk] / GB:.2f} GB: "
-                "--keep_last 2 keeps only the newest checkpoints."
+                f"{disk} has {free / GB:.2f} GB free, and all files that this run keeps there need "
+                f"{total / GB:.2f} GB: --keep_last 2 keeps only the newest checkpoints."
             )
 
 
@@ -277,3 +238,105 @@ def _disk(folder: Path) -> Path:
     """Return the mount point of the disk that contains `folder`, or will contain it."""
     parents = (folder.absolute(), *folder.absolute().parents)
     return next(parent for parent in parents if parent.is_mount())
+
+
+# ------------------------------------------------------------------------------------- model card
+
+# Titles of the results, and their keys in results.json.
+RESULTS = {
+    "Training loss, first step": "train_loss_first",
+    "Training loss, last step": "train_loss_last",
+    "Evaluation loss": "eval_loss",
+    "Perplexity": "perplexity",
+    "Tokens seen": "tokens",
+    "Optimizer steps": "steps",
+    "Tokens per second": "tokens_per_second",
+}
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ name }}, {{ "trained" if scratch else "fine-tuned" }}
+{%- if dataset %} on {{ dataset.name }}{% endif %}
+{%- if adapters %}: LoRA adapters, r {{ adapters.lora_r }}, alpha {{ "%g" % adapters.lora_alpha }}
+{%- endif %}
+
+{{ "{:,}".format(facts.parameters) }} parameters; {{ "random weights of the architecture of"
+if scratch else "base model" }} `{{ facts.model }}`. Trained with
+`real_model_example.py --strategy {{ facts.strategy }}` on {{ facts.world_size }} {{ devices }}.
+
+## Results
+
+{{ results }}
+
+Benchmarks, in the folder with these files: `pip install lm-eval`, then
+
+```bash
+{{ lm_eval }}
+```
+
+## Training
+
+{{ hyperparameters }}
+{%- if dataset %}
+
+Data: {{ dataset.name }}, SHA-256 `{{ dataset.sha256 }}`.
+{%- endif %}
+{%- if facts.versions %}
+
+Versions: {% for name, number in facts.versions.items() %}{{ name }} {{ number }}
+{{- "" if loop.last else ", " }}{% endfor %}.
+{%- endif %}
+{%- if facts.command %}
+
+```bash
+{{ facts.command }}
+```
+{%- endif %}
+"""
+
+
+def model_card(facts: dict, identity: dict) -> str:
+    """Return the text of an exported model's README.md, which starts with the hub's metadata.
+
+    Args:
+        facts: the available keys of results.json; "merged", whether adapters were merged.
+        identity: the run signature, see compatibility.run_signature.
+    """
+    base, dataset = facts["model"], facts.get("dataset") or {}
+    scratch = bool(identity["told"].get("from_scratch") or base == EMBEDDED_MODEL)
+    hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
+    has_adapters = "lora_r" in identity["hard"] and not facts.get("merged")
+    gpu = (facts.get("hardware") or {}).get("gpu")
+    model = f"pretrained={base},peft=." if has_adapters else "pretrained=."
+    # The tasks of a model that was trained on conversations get its chat template.
+    chat = " --apply_chat_template" if dataset.get("kind") == "chat" else ""
+    card = ModelCard.from_template(
+        ModelCardData(
+            library_name="peft" if has_adapters else "transformers",
+            pipeline_tag="text-generation",
+            base_model=None if scratch or is_local_model(base) else base,
+        ),
+        template_str=TEMPLATE,
+        name=Path(base).name,
+        facts=facts,
+        dataset=dataset,
+        scratch=scratch,
+        adapters=identity["hard"] if has_adapters else None,
+        devices=f"× {gpu}" if gpu else "CPU processes" if "hardware" in facts else "ranks",
+        results=_table(((title, facts.get(key)) for title, key in RESULTS.items()), "Measured"),
+        hyperparameters=_table(hyperparameters.items(), "Hyperparameter"),
+        lm_eval=f"lm_eval --model hf --model_args {shlex.quote(model)} "
+        f"--tasks hellaswag,arc_easy,winogrande --batch_size auto{chat}",
+    )
+    return str(card)
+
+
+def _table(rows: Iterable[tuple[str, object]], title: str) -> str:
+    lines = [f"| {title} | Value |", "|---|---|"]
+    for name, value in rows:
+        if isinstance(value, float):
+            value = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        if value is not None:
+            lines.append(f"| {name} | {value} |")
+    return "\n".join(lines)

@@ -27,11 +27,9 @@ def generate(
 ) -> str:
     """Print and return a prompt, continued by up to NEW_TOKENS tokens; of a chat, the answer only.
 
-    Every rank calls this function, and all ranks return the same text.
-
-    transformers' `generate` would let each rank sample its own tokens. Under zero3, infinity and
-    fsdp, layers are gathered for one forward pass at a time. A rank that finished earlier than the
-    others would leave them blocked in an all-gather.
+    Every rank calls this function, and all ranks return the same text. transformers' `generate`
+    would let each rank sample its own tokens, and a rank that finished earlier would leave the
+    others blocked in the all-gather of a layer.
 
     Args:
         casting: the context manager that training uses for the forward pass.

@@ -3,8 +3,7 @@
 The positions restart at 0 where a document begins. transformers (from 4.53.3) turns them into a
 mask that all layers share. For SDPA this is a dense tensor, [batch, 1, length, length]. On CUDA
 `choose_block_mask` replaces it by FlexAttention's BlockMask, whose kernel skips the blocks between
-documents. The package flash-attn is not used: transformers 5.23 finds documents in positions only
-for a batch of one row.
+documents.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ BLOCK_MASK = "documents"  # the name that choose_block_mask registers
 def check_isolation(config: PretrainedConfig, tokenizer, args: Arguments) -> None:
     """Check that the model can keep the documents of a sequence apart.
 
-    Args:
-        config: of the model, with attention by SDPA.
     Raises:
         UserError: it cannot, or transformers is too old, or the end of a document is unknown.
     """
@@ -45,17 +42,13 @@ def check_isolation(config: PretrainedConfig, tokenizer, args: Arguments) -> Non
         )
     try:
         masked = masks_documents(config)
-    except NOT_WITH_FAKE_TENSORS as error:
-        raise UserError(
-            f"{flag}: whether {args.model} ({config.model_type}) keeps documents apart cannot be "
-            f"checked, because in transformers {transformers.__version__} its forward pass needs "
-            "values of tensors: leave the flag out, or try a newer transformers."
-        ) from error
+    except NOT_WITH_FAKE_TENSORS:  # the forward pass needs values of tensors: it cannot be checked
+        masked = False
     if not masked:
         raise UserError(
             f"{flag}: in transformers {transformers.__version__} the layers of {args.model} "
-            f"({config.model_type}) do not use the attention mask that keeps documents apart: "
-            "leave the flag out, or try a newer transformers."
+            f"({config.model_type}) are not known to use the attention mask that keeps documents "
+            "apart: leave the flag out, or try a newer transformers."
         )
     if tokenizer.eos_token_id is None and not args.packing:
         raise UserError(
@@ -69,9 +62,6 @@ def masks_documents(config: PretrainedConfig) -> bool:
 
     The model runs twice: once with two documents, once with one. If transformers finds two, each
     layer must get a mask, and otherwise none, which means causal attention.
-
-    Args:
-        config: of a causal language model with attention by SDPA.
     """
     # Fake tensors have no memory. The grouped matrix multiplication of experts accepts bf16 only.
     with torch.no_grad(), FakeTensorMode():
@@ -87,12 +77,7 @@ def masks_documents(config: PretrainedConfig) -> bool:
 
 
 def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
-    """Run the model on four tokens, and return for each attention layer whether it gets a mask.
-
-    Args:
-        model: its tensors are fake.
-        two: transformers finds two documents in the tokens, or else one.
-    """
+    """Run a fake model on one or two documents: {attention layer: whether it got a mask}."""
     from transformers import masking_utils  # not in versions before 4.53
 
     find, sdpa = masking_utils.find_packed_sequence_indices, ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -117,29 +102,28 @@ def _attentions(model: nn.Module, two: bool) -> dict[int, bool]:
 
 
 def choose_block_mask(config: PretrainedConfig, device: torch.device) -> bool:
-    """Let the model compute attention with a BlockMask, if the device and the model allow it.
+    """Let a model that passes `masks_documents` use a BlockMask; return whether it does.
 
-    A dense mask for 32 sequences of 1,024 tokens has 33 million elements, which SDPA converts to
-    the dtype of the computations; with it neither FlashAttention nor cuDNN can run. The CPU keeps
-    the dense mask, because FlexAttention does not train there. So does a model with dropout in
-    its attention, which FlexAttention does not support.
-
-    Args:
-        config: of a model that passes `masks_documents`; changed in place.
-    Returns:
-        True if the model now uses a BlockMask.
+    With a dense mask neither FlashAttention nor cuDNN can run. The CPU keeps it, because
+    FlexAttention does not train there; so does a model with dropout in its attention.
     """
     text_config = config.get_text_config()
-    dropout = any(
-        getattr(text_config, name, 0) for name in ("attn_pdrop", "attention_dropout", "dropout")
-    )
+    names = ("attn_pdrop", "attention_dropout", "dropout")
     new_enough = all(
         Version(Version(library.__version__).base_version) >= oldest
         for library, oldest in OLDEST_FOR_BLOCK_MASK.items()
     )
-    if device.type != "cuda" or dropout or not new_enough:
+    has_dropout = any(getattr(text_config, name, 0) for name in names)
+    if device.type != "cuda" or has_dropout or not new_enough:
         return False
-    _register_block_mask()
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    # transformers 5.23 refuses the name "flex_attention" for models that its authors have not
+    # tested with it, such as GPT-2. `masks_documents` has checked how the functions are called.
+    AttentionInterface.register(BLOCK_MASK, ALL_ATTENTION_FUNCTIONS["flex_attention"])
+    AttentionMaskInterface.register(BLOCK_MASK, MASKS["flex_attention"])
     config._attn_implementation = BLOCK_MASK
     return True
 
@@ -148,17 +132,3 @@ def use_sdpa(config: PretrainedConfig) -> None:
     """Undo `choose_block_mask` for generation, where FlexAttention would compile each length."""
     if config._attn_implementation == BLOCK_MASK:
         config._attn_implementation = "sdpa"
-
-
-def _register_block_mask() -> None:
-    """Register transformers' functions for FlexAttention under a name that every model accepts.
-
-    transformers 5.23 refuses "flex_attention" for models that its authors have not tested with it,
-    such as GPT-2. The functions are called as those for SDPA, which `masks_documents` has checked.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(BLOCK_MASK, ALL_ATTENTION_FUNCTIONS["flex_attention"])
-    AttentionMaskInterface.register(BLOCK_MASK, MASKS["flex_attention"])

@@ -8,14 +8,10 @@ from support.cluster.context import DistContext
 
 
 def fuse_gelu(config) -> dict[str, str]:
-    """Replace GPT-2's activation by the same function in one kernel.
+    """Replace GPT-2's activation by the same function in one kernel; return the original settings.
 
     transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
-    1606.08415) in eight operations, and autograd saves a tensor for most of them. gelu_pytorch_tanh
-    is PyTorch's own implementation of it.
-
-    Returns:
-        The original values of the settings that were replaced.
+    1606.08415) in eight operations; gelu_pytorch_tanh is PyTorch's own implementation.
     """
     text_config = config.get_text_config()
     replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
@@ -24,10 +20,7 @@ def fuse_gelu(config) -> dict[str, str]:
 
 
 def set_dropout(config, probability: float, ctx: DistContext) -> None:
-    """Set every dropout probability of an architecture.
-
-    The names of these settings depend on the architecture (resid_pdrop, attention_dropout, …).
-    """
+    """Set every dropout probability of an architecture, whatever its name is."""
     text_config = config.get_text_config()
     names = [
         name
@@ -46,11 +39,7 @@ def max_positions(config) -> int | None:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers of a transformer.
-
-    These are the layers that the model's authors keep on one device (`_no_split_modules`), or else
-    the layers of the largest ModuleList.
-    """
+    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:

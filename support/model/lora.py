@@ -1,8 +1,7 @@
 """LoRA adapters (Hu et al., arXiv 2106.09685) for frozen weights, attached to the model by peft.
 
 A linear layer with the weight W computes x W + (alpha / r) · (x A) B. A has r columns and B has r
-rows; only A and B are trained. B is initialized to 0, so the adapted model initially computes the
-same output as the base model.
+rows; only A and B are trained. B is initialized to 0.
 """
 
 from __future__ import annotations
@@ -63,18 +62,19 @@ class Lora:
                 layer.
         """
         import peft
-        from peft.tuners.lora import LoraLayer
 
         on_meta = next(model.parameters()).is_meta
-        layers = [name for name, module in model.named_modules() if _is_linear(module)]
+        layers = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        ]
         for name in self.targets if isinstance(self.targets, list) else []:
             if not any(is_target(layer, name) for layer in layers):
                 raise _no_such_layer(name, layers)
-        weights = Counter(
-            id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
-        )
         config = self._config(model)
         self.settled = copy.deepcopy(config)  # peft adds the name of each layer to `config`
+        shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         try:
             with torch.device("meta" if on_meta else "cpu"):
                 peft.inject_adapter_in_model(config, model, ADAPTER)
@@ -83,26 +83,27 @@ class Lora:
         # peft sets this if the weights are transposed, as GPT-2's are.
         self.settled.fan_in_fan_out = config.fan_in_fan_out
         self.settled.inference_mode = True  # for users who load the adapters
-        if isinstance(self.settled.target_modules, set):
+        if isinstance(self.settled.target_modules, set):  # in an order that does not change
             self.settled.target_modules = sorted(self.settled.target_modules)
-        for name, module in model.named_modules():
-            if not isinstance(module, LoraLayer):
-                continue
-            if weights[id(module.get_base_layer().weight)] > 1:
+        for name, layer in _adapted_layers(model).items():
+            if shared[id(layer.get_base_layer().weight)] > 1:
                 raise UserError(
                     f"--lora_targets: {name} shares its weight with another layer, "
                     "and adapters would change both."
                 )
             # Autocast or the engine makes input and adapter one dtype. peft would first convert the
             # input to the adapter's fp32.
-            module.cast_input_dtype_enabled = False
+            layer.cast_input_dtype_enabled = False
+        self._initialize(model, on_meta)
+
+    def _initialize(self, model: nn.Module, on_meta: bool) -> None:
+        """Initialize A as peft does, but in fp32: peft rounds it to the model's type."""
         torch.manual_seed(self.seed)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-                # peft's own initialization, repeated in fp32: peft rounds A to the model's type.
-                # On the CPU, because a GPU draws other numbers.
                 if ".lora_A." in name and not on_meta:
+                    # On the CPU, because a GPU draws other numbers.
                     values = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5))
                     parameter.data = values.to(parameter.device)
 
@@ -111,13 +112,11 @@ class Lora:
         import peft
         from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-        targets = self.targets or USUAL.get(model.config.model_type, ALL_LINEAR)
-        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
         return peft.LoraConfig(
             r=self.r,
-            lora_alpha=alpha,
+            lora_alpha=int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
             lora_dropout=self.dropout,
-            target_modules=targets,
+            target_modules=self.targets or USUAL.get(model.config.model_type, ALL_LINEAR),
             bias="none",
             task_type="CAUSAL_LM",
             base_model_name_or_path=self.base,
@@ -136,13 +135,10 @@ def _no_such_layer(name, layers: list[str]) -> UserError:
     )
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
 
-
-def peft_name(name: str) -> str:
-    """Return a parameter's name in adapter_model.safetensors."""
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
 def merged(
@@ -150,28 +146,24 @@ def merged(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight in fp32) of the model without adapters, with the trained adapters added.
 
-    One weight is in memory at a time.
-
     Args:
         model: with adapters, its weights as before training; they may be mapped from a file.
     """
-    from peft.tuners.lora import LoraLayer
-
     own = dict(model.named_parameters())
     for name, value in adapters.items():
         own[name].data = value.float().cpu()
-    layers = {
-        f"{name}.base_layer.weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer)
-    }
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     for name, parameter in own.items():
-        if name in adapters:
-            continue
-        weight = parameter.data.float()
-        if name in layers:
-            weight = weight + layers[name].get_delta_weight(ADAPTER)
-        yield base_name(name), weight
+        if name not in adapters:
+            weight = parameter.data.float()
+            if name in layers:
+                weight = weight + layers[name].get_delta_weight(ADAPTER)
+            yield base_name(name), weight
+
+
+def peft_name(name: str) -> str:
+    """Return a parameter's name in adapter_model.safetensors."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def base_name(name: str) -> str:

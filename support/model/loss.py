@@ -3,9 +3,7 @@
 The logits of a batch ([tokens, vocabulary]) and the tensors that cross_entropy derives from them
 are the largest tensors of a step: 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has
 changed returns the loss itself if it gets targets. Its output layer computes the logits of a few
-hundred tokens, their loss and its gradient, and frees them before the next chunk. PyTorch 2.13 has
-the same method as torch.nn.functional.linear_cross_entropy, but older versions do not, and it
-ignores autocast.
+hundred tokens, their loss and its gradient, and frees them before the next chunk.
 """
 
 from __future__ import annotations
@@ -32,6 +30,36 @@ ALIGNMENT = 128
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
 
 
+def next_token_loss(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
+
+    Args:
+        model: may be wrapped by DDP, FSDP2 or DeepSpeed.
+        inputs: token ids, int64 [batch, length].
+        labels: int64 [batch, length]; IGNORED for tokens without a loss.
+        tokens: scalar tensor, the valid tokens of the whole step on all ranks.
+        positions: int64 [batch, length], which restart at 0 where a document begins, so that
+            attention stays within it; None: from 0 to length - 1.
+    Returns:
+        The loss, a scalar in fp32.
+    """
+    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    options = {} if positions is None else {"position_ids": positions}
+    if isinstance(unwrapped(model), LossMixin):
+        return model(inputs, targets=targets, tokens=tokens.long(), **options)
+    logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
+    return (
+        F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
+    )
+
+
 class LossMixin(nn.Module):
     """Forward method of a causal language model that returns the loss if it gets targets."""
 
@@ -42,17 +70,10 @@ class LossMixin(nn.Module):
         tokens: torch.Tensor | None = None,
         **options: Any,
     ):
-        """Return the sum of the cross entropies / `tokens`, or the model's usual output.
+        """Return the sum of the cross entropies / `tokens`; without `targets` the usual output.
 
-        Args:
-            input_ids: int64 [batch, length].
-            targets: int64 [batch, length], the next token of each position, negative for those that
-                do not count; None: return the model's output with its logits.
-            tokens: the divisor, a scalar tensor. An integer: FSDP's mixed precision would convert
-                a floating-point argument to bf16.
-            options: keyword arguments of the transformers model.
-        Returns:
-            The loss, a scalar in fp32.
+        `targets` has the next token of each position, negative for those that do not count.
+        `tokens` is an integer: FSDP's mixed precision would convert a float to bf16.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -71,12 +92,7 @@ class OutputLayer(nn.Linear):
         targets: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32.
-
-        Args:
-            hidden: [batch, length, hidden size].
-            targets, tokens: as in LossMixin.
-        """
+        """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32."""
         if targets is None or tokens is None:
             return super().forward(hidden)
         return self._loss(hidden, targets, tokens)
@@ -96,9 +112,8 @@ class OutputLayer(nn.Linear):
                 return _loss_and_gradients(inputs, targets, 1 / tokens, dtype, needed)[0]
             loss = ChunkedLoss.apply(*inputs, targets, tokens, dtype)
         if loss.requires_grad and dtype not in COMPUTED_IN_BACKWARD:
-            self.kept_bytes = sum(
-                saved.nbytes for saved in loss.grad_fn.saved_tensors if saved is not None
-            )
+            saved = loss.grad_fn.saved_tensors
+            self.kept_bytes = sum(tensor.nbytes for tensor in saved if tensor is not None)
         return loss
 
 
@@ -109,13 +124,10 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def add_loss(model: nn.Module) -> None:
-    """Make a causal language model return the loss if it gets targets; the parameters stay.
+    """Make a model that passes `returns_plain_logits` return the loss if it gets targets.
 
     As FSDP2 does, this changes the class of the model: a module around it would change the names of
     its parameters.
-
-    Args:
-        model: its logits are the unmodified output of its output layer, see `returns_plain_logits`.
     """
     cls = type(model)
     model.__class__ = type(cls.__name__, (LossMixin, cls), {"__module__": cls.__module__})
@@ -126,9 +138,6 @@ def returns_plain_logits(config) -> bool:
     """Return whether a model's logits are the output layer's result for the decoder's output.
 
     Some models scale or cap their logits (Gemma 2, Cohere, Granite).
-
-    Args:
-        config: of a causal language model.
     """
     decoded, inputs, outputs = [], [], []
     # Some models convert their logits to fp32. With fake tensors, which have no memory, the grouped
@@ -165,47 +174,31 @@ class ChunkedLoss(torch.autograd.Function):
     The gradients are computed together with the loss, from the same logits; backward only
     multiplies them. In fp16 most of them would underflow to 0 without the factor of the loss
     scaler, which is known only in backward. In fp16 backward therefore computes the logits again.
+
+    Inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
+    None, targets [tokens] (negative: not counted), a scalar divisor, dtype of the matrix products.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, divisor, dtype) -> torch.Tensor:
-        """Compute the loss and, except in fp16, the gradients.
-
-        Args:
-            hidden: [tokens, hidden size].
-            weight: [vocabulary, hidden size].
-            bias: [vocabulary], or None.
-            targets: [tokens]; negative for tokens that do not count.
-            divisor: a scalar.
-            dtype: of the matrix multiplications.
-        """
+        """Compute the loss and, except in fp16, the gradients."""
+        inputs = (hidden, weight, bias)
         ctx.dtype, ctx.in_backward = dtype, dtype in COMPUTED_IN_BACKWARD
         needed = [wanted and not ctx.in_backward for wanted in ctx.needs_input_grad[:3]]
-        loss, gradients = _loss_and_gradients(
-            (hidden, weight, bias), targets, 1 / divisor, dtype, needed
-        )
-        ctx.save_for_backward(
-            *((hidden, weight, bias, targets, divisor) if ctx.in_backward else gradients)
-        )
+        loss, gradients = _loss_and_gradients(inputs, targets, 1 / divisor, dtype, needed)
+        ctx.save_for_backward(*((*inputs, targets, divisor) if ctx.in_backward else gradients))
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, factor):
-        """Return the gradients of hidden, weight and bias.
-
-        Args:
-            factor: the gradient of the result, a scalar in fp32.
-        """
+        """Return the gradients of hidden, weight and bias, times the scalar `factor`."""
         if ctx.in_backward:
-            hidden, weight, bias, targets, divisor = ctx.saved_tensors
-            inputs, needed = (hidden, weight, bias), ctx.needs_input_grad[:3]
+            *inputs, targets, divisor = ctx.saved_tensors
+            needed = ctx.needs_input_grad[:3]
             _, gradients = _loss_and_gradients(inputs, targets, factor / divisor, ctx.dtype, needed)
         else:
-            gradients = [
-                None if gradient is None else gradient.mul_(factor)
-                for gradient in ctx.saved_tensors
-            ]
+            gradients = [g if g is None else g.mul_(factor) for g in ctx.saved_tensors]
         return *gradients, None, None, None
 
 
@@ -217,19 +210,13 @@ def _loss_and_gradients(
     needed: Sequence[bool],
     alignment: int | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Compute the loss of all chunks and its gradients, both multiplied by `scale`.
+    """Return the loss of all chunks and the gradients of `inputs`, both multiplied by `scale`.
 
     Args:
-        inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
-            None.
-        targets: [tokens].
-        scale: a scalar in fp32.
-        dtype: of the matrix multiplications; sums over chunks are in fp32.
+        inputs, targets, dtype: as in ChunkedLoss; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
         alignment: the vocabulary and the rows of a chunk are padded to a multiple of it; None:
             ALIGNMENT in 16 bits on CUDA, 1 elsewhere.
-    Returns:
-        The loss in fp32, and the gradient of each input, or None.
     """
     hidden, weight = inputs[0].to(dtype), inputs[1].to(dtype)
     bias = None if inputs[2] is None else inputs[2].to(dtype)
@@ -248,15 +235,17 @@ def _loss_and_gradients(
     rows = -(-len(hidden) // number_of_chunks(len(hidden), len(weight), device))
     rows += -rows % alignment
     for start in range(0, len(hidden), rows):
-        part = hidden.narrow(0, start, min(rows, len(hidden) - start))
+        count = min(rows, len(hidden) - start)
+        part = hidden.narrow(0, start, count)
         logits = _logits(part, weight, bias)
         if tail:
             logits.narrow(1, vocabulary, tail).fill_(-torch.inf)
-        part_targets = targets.narrow(0, start, len(part))
-        log_p, grad_logits = _cross_entropy(logits, part_targets, scale, dtype, any(needed))
+        log_p, grad_logits = _cross_entropy(
+            logits, targets.narrow(0, start, count), scale, dtype, any(needed)
+        )
         loss -= log_p
         if grad_hidden is not None:
-            grad_hidden.narrow(0, start, len(part)).copy_(grad_logits @ weight)
+            grad_hidden.narrow(0, start, count).copy_(grad_logits @ weight)
         if grad_weight is not None and dtype == torch.float32:
             grad_weight.addmm_(grad_logits.T, part)
         elif grad_weight is not None:
@@ -311,34 +300,3 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return F.linear(hidden, weight, bias)
     logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return logits if bias is None else logits.add_(bias)
-
-
-def next_token_loss(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
-
-    Args:
-        model: may be wrapped by DDP, FSDP2 or DeepSpeed.
-        inputs: token ids, int64 [batch, length].
-        labels: int64 [batch, length]; IGNORED for tokens without a loss.
-        tokens: scalar tensor, the valid tokens of the whole step on all ranks. The losses of all
-            micro-batches and ranks then add up to the mean over tokens.
-        positions: int64 [batch, length], which restart at 0 where a document begins, so that
-            attention stays within it (see support/model/isolation.py); None: from 0 to length - 1.
-    Returns:
-        The loss, a scalar in fp32.
-    """
-    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    options = {} if positions is None else {"position_ids": positions}
-    if isinstance(unwrapped(model), LossMixin):
-        return model(inputs, targets=targets, tokens=tokens.long(), **options)
-    logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
-    return (
-        F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from support import progress
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import TrainingError, UserError, first_line
+from support.errors import TrainingError, UserError, first_line, refused_as
 from support.files.hub_cache import login_command
 
 
@@ -19,27 +19,20 @@ def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | No
         folder: the run's folder, whose name is the default of --hub_model_id.
     Returns:
         OWNER/NAME on rank 0; None on the other ranks and without --push_to_hub.
-    Raises:
-        UserError: there is no token, or it may not write to the repository, or the repository
-            exists and is public despite --hub_private_repo.
     """
     if not (args.push_to_hub and ctx.is_main):
         return None
     from huggingface_hub import HfApi
 
     name = args.hub_model_id or re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
-    try:
+    advice = f"log in with `{login_command()}`, or set HF_TOKEN to a token that may write"
+    with refused_as(f"--push_to_hub failed ({advice} to {name})", 200):
         api = HfApi()
         if "/" not in name:
             name = f"{api.whoami()['name']}/{name}"
         api.create_repo(name, private=True if args.hub_private_repo else None, exist_ok=True)
         # create_repo does not change a repository that exists.
         is_public = args.hub_private_repo and not api.model_info(name).private
-    except Exception as error:  # the client raises a dozen classes; the first line has the reason
-        raise UserError(
-            f"--push_to_hub: {first_line(error, 200).rstrip('.')}. Log in with "
-            f"`{login_command()}`, or set HF_TOKEN to a token that may write to {name}."
-        ) from error
     if is_public:
         raise UserError(
             f"--hub_private_repo: {name} exists and is public. Make it private in its settings on "
@@ -51,12 +44,8 @@ def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | No
 def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
     """Upload an exported model from rank 0 while the other ranks wait, without a time limit.
 
-    Every rank calls this function.
-
     Returns:
         The `push` entry of results.json on the ranks of rank 0's node; None on the others.
-    Raises:
-        TrainingError: the upload failed; the message says how to repeat it.
     """
     return ctx.once_per_node(
         "push", lambda: _upload(repository, folder, ctx) if repository else None

@@ -1,9 +1,8 @@
 """Resolve --model to an architecture, a tokenizer and a local folder with the weights.
 
 Every kind of --model results in a local folder, which each strategy loads in its own way. Random
-weights are also drawn once per node from the seed and saved to a temporary folder: ZeRO-3 would
-draw other numbers than an unsharded model, and the strategies could not be compared. A single
-process of dp draws them when it loads the model.
+weights are also drawn once per node and saved to a temporary folder; a single process of dp draws
+them when it loads the model.
 """
 
 from __future__ import annotations
@@ -35,20 +34,12 @@ from support.errors import UserError, first_line, refused_as
 from support.files.atomic import write_text
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder, login_command
-from support.known_models import EMBEDDED_MODEL, EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, GPT2_SHAPES
+from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
+from support.model import weights
 from support.model.isolation import check_isolation, choose_block_mask
 from support.model.layers import fuse_gelu, max_positions, set_dropout
 from support.model.lora import Lora
 from support.model.loss import add_loss, returns_plain_logits
-from support.model.weights import (
-    NO_REMOTE_CODE,
-    as_dtype,
-    draw_weights,
-    from_config,
-    from_folder,
-    grow_vocabulary,
-    weights_dtype,
-)
 from support.strategy import STRATEGIES
 
 END_OF_TEXT = "<|endoftext|>"
@@ -56,10 +47,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class ModelSpec:
-    """Description of a model: everything except its weights in memory.
-
-    The counts of parameters include adapters and count tied weights once.
-    """
+    """Everything of a model except its weights in memory; counts include adapters."""
 
     # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig
@@ -74,8 +62,7 @@ class ModelSpec:
     # The weights, or rows of the embedding, were drawn from the seed for this run.
     random: bool = False
     draws_weights: bool = False  # `load` draws them, because `weights` has only a config.json
-    # Original values of the settings that the run has replaced in the configuration; an exported
-    # model gets them back.
+    # Original values of settings that the run has replaced; an exported model gets them back.
     own_settings: dict = field(default_factory=dict)
     parameters: int = field(init=False)
     trainable: int = field(init=False)
@@ -94,11 +81,11 @@ class ModelSpec:
         lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         self.tied = head is not None and head.weight in lookups
         lookups -= {head.weight} if self.tied else set()
-        weights = list(model.parameters())
-        matrices = [weight for weight in weights if weight not in lookups]
-        self.parameters, self.trainable = _counts(weights)
+        all_weights = list(model.parameters())
+        matrices = [weight for weight in all_weights if weight not in lookups]
+        self.parameters, self.trainable = _counts(all_weights)
         self.matmul_parameters, self.trainable_matmul = _counts(matrices)
-        self.largest_parameter = max(weight.numel() for weight in weights)
+        self.largest_parameter = max(weight.numel() for weight in all_weights)
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -112,21 +99,20 @@ class ModelSpec:
     def on_meta_device(self) -> nn.Module:
         """Build the model on the meta device: shapes without memory."""
         with torch.device("meta"):
-            model = from_config(self.config, self.dtype)
+            model = weights.from_config(self.config, self.dtype)
         return self._prepare(model)
 
     def load(self, ctx: DistContext, dtype: torch.dtype | str | None = None) -> nn.Module:
         """Load the model with its weights on the CPU.
 
         Args:
-            dtype: of the weights, instead of `self.dtype`; with "auto" they are memory-mapped from
-                the file, not copied.
+            dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
         """
         torch.manual_seed(self.seed)
         if self.draws_weights:
-            return self._prepare(from_config(self.config))
+            return self._prepare(weights.from_config(self.config))
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
-        model, info = from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
+        model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
         if names := sorted(info["missing_keys"]):
             shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
             ctx.console.warn(
@@ -137,13 +123,9 @@ class ModelSpec:
     def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
         """Write everything of the model except its weights: configurations and tokenizer.
 
-        For a model with adapters, write the tokenizer and the adapters' configuration.
-
         Args:
-            folder: created if it does not exist.
             dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
-            whole: describe the model itself although it has adapters, because they have been added
-                to its weights.
+            whole: describe the model itself and not its adapters, which have been added to it.
         """
         folder.mkdir(exist_ok=True)
         self.tokenizer.save_pretrained(folder)
@@ -155,13 +137,10 @@ class ModelSpec:
         config.get_text_config().update(self.own_settings)
         config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         if dtype is not None:
-            config.update(as_dtype(dtype))
+            config.update(weights.as_dtype(dtype))
         config.save_pretrained(folder)
-        try:
-            self.generation.save_pretrained(folder)
-        except ValueError:
-            # Older versions of transformers reject the generation configuration of some models.
-            write_text(folder / "generation_config.json", self.generation.to_json_string())
+        # save_pretrained of older versions rejects the generation configuration of some models.
+        write_text(folder / "generation_config.json", self.generation.to_json_string())
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         if self.lora:
@@ -171,31 +150,28 @@ class ModelSpec:
         return model
 
 
-def _counts(weights: list[nn.Parameter]) -> tuple[int, int]:
-    """Return the number of parameters in `weights`, and of those that are trained."""
-    return (
-        sum(weight.numel() for weight in weights),
-        sum(weight.numel() for weight in weights if weight.requires_grad),
-    )
+def _counts(parameters: list[nn.Parameter]) -> tuple[int, int]:
+    """Return the number of elements, and of those that are trained."""
+    sizes = [(p.numel(), p.requires_grad) for p in parameters]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 # -------------------------------------------------------------------------------- resolving --model
 
 
 def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
-    """Resolve --model to a `ModelSpec`.
-
-    Weights are downloaded, or drawn from the seed, once per node.
+    """Resolve --model to a `ModelSpec`; weights are downloaded, or drawn, once per node.
 
     Raises:
-        UserError: the model does not exist, cannot be downloaded, is no causal language model, or
-            cannot isolate documents.
+        UserError: the model cannot be found or downloaded, is no causal language model, or cannot
+            isolate documents.
     """
     _be_quiet(args)
     if not args.hub_offline:
         ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
     prepared = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
-    config = _read_config(prepared["weights"], args.model)
+    folder = prepared["weights"]
+    config = _read_config(folder, args.model)
     tokenizer = _read_tokenizer(prepared["tokenizer"], args)
     for notice in prepared["notices"]:
         ctx.console.warn(notice)
@@ -203,16 +179,19 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
-    generation = _read_generation(prepared["weights"], config, args.model)
-    with refused_as(f"--model {args.model}: no model can be built from its config.json"):
+    with refused_as(f"--model {args.model}: no model can be built from its configuration"):
+        # Older models have it in their config.json, or not at all.
+        generation = GenerationConfig.from_model_config(config)
+        if (Path(folder) / "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         spec = ModelSpec(
             config,
             tokenizer,
             generation,
-            prepared["weights"],
+            folder,
             args.seed,
             lora=Lora.of(args),
-            dtype=weights_dtype(args, ctx),
+            dtype=weights.weights_dtype(args, ctx),
             load_in_4bit=args.load_in_4bit,
             random=prepared["random"],
             draws_weights=prepared["draws_weights"],
@@ -224,24 +203,8 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     return spec
 
 
-def download_model(args: Arguments, ctx: DistContext) -> PreTrainedTokenizerBase:
-    """Download or build everything in the cache that `find_model` and `ModelSpec.load` will need.
-
-    Weight files are downloaded, but no weights are loaded or drawn.
-
-    Returns:
-        The tokenizer, for the dataset.
-    """
-    _be_quiet(args)
-    return _read_tokenizer(_locate(args, ctx).tokenizer, args)
-
-
 def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """Resolve --model without its weights; it is downloaded once per node.
-
-    Returns:
-        The tokenizer, and the most tokens that the model can process (None: no limit).
-    """
+    """Download the parts of --model; return its tokenizer, and its most positions (None: any)."""
 
     def locate() -> dict:
         location = _locate(args, ctx)
@@ -277,26 +240,11 @@ def _locate(args: Arguments, ctx: DistContext) -> Location:
     """Find the parts of --model on this machine, and download or build those that are missing."""
     if args.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        config = gpt2_config(
-            EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, positions=512, dropout=0.0, end_of_text=0
-        )
-        return Location(config, embedded_tokenizer(args, ctx))
-    if scratch_without_hub(args) and not is_local_model(args.model):
-        config = gpt2_config(
-            GPT2_SHAPES[args.model], 50257, positions=1024, dropout=0.1, end_of_text=50256
-        )
-        try:
-            folder = download(args.model, args.model_revision, args.hub_offline, with_weights=False)
-            _read_tokenizer(folder, args)
-            return Location(config, folder)
-        except UserError:
-            notice = (
-                f"The tokenizer of {args.model} is not in the cache and cannot be downloaded: "
-                "using the embedded one (4,096 entries)."
-            )
-            return Location(config, embedded_tokenizer(args, ctx), notices=(notice,))
+        return Location(_gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args, ctx))
     if is_local_model(args.model):
         folder = args.model
+    elif scratch_without_hub(args):
+        return _locate_without_hub(args, ctx)
     else:
         with_weights = not (args.from_scratch or args.show_sample)
         folder = download(args.model, args.model_revision, args.hub_offline, with_weights)
@@ -304,57 +252,61 @@ def _locate(args: Arguments, ctx: DistContext) -> Location:
     return Location(config, folder, None if args.from_scratch else folder)
 
 
-def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
-    """Prepare folders with weights and tokenizer that every rank of the node can load.
+def _locate_without_hub(args: Arguments, ctx: DistContext) -> Location:
+    """Return a GPT-2 for --from_scratch, with the embedded tokenizer if its own is not cached."""
+    config = _gpt2_config(args.model, dropout=0.1, end_of_text=50256)
+    try:
+        folder = download(args.model, args.model_revision, args.hub_offline, with_weights=False)
+        _read_tokenizer(folder, args)
+        return Location(config, folder)
+    except UserError:
+        notice = (
+            f"The tokenizer of {args.model} is not in the cache and cannot be downloaded: "
+            "using the embedded one (4,096 entries)."
+        )
+        return Location(config, embedded_tokenizer(args, ctx), notices=(notice,))
 
-    The first rank of each node calls this function.
-    """
+
+def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
+    """Prepare folders with weights and tokenizer that every rank of the node can load."""
     location = _locate(args, ctx)
-    config, notices = location.config, list(location.notices)
+    config, folder, notices = location.config, location.weights, list(location.notices)
     entries = len(_read_tokenizer(location.tokenizer, args))
     larger = entries > config.get_text_config().vocab_size
-    weights, draws_weights = location.weights, False
-    if weights is None:
-        # A single process draws the weights while it loads: the file of GPT-2 124M takes 0.8 s to
-        # write. The strategies of other engines shard while they read a file, and --merge_lora
-        # reads it again.
-        draws_weights = not (larger or args.lora_r or ctx.failures.store)
-        draws_weights = draws_weights and STRATEGIES[args.strategy].engine == "ddp"
-        weights = draw_weights(config, args.seed, ctx, on_disk=not draws_weights)
+    # A single process of dp draws the weights while it loads: the file of GPT-2 124M takes 0.8 s to
+    # write. Other engines shard while they read a file, and --merge_lora reads it again.
+    draws_weights = folder is None and not (larger or args.lora_r or ctx.failures.store)
+    draws_weights = draws_weights and STRATEGIES[args.strategy].engine == "ddp"
+    if folder is None:
+        torch.manual_seed(args.seed)
+        drawn = None if draws_weights else weights.from_config(config)
+        folder = weights.save_temporarily(config, drawn, ctx)
     if larger:
-        weights = grow_vocabulary(weights, config, entries, args.seed, ctx)
+        model, _ = weights.from_folder(folder, config)
+        torch.manual_seed(args.seed)
+        model.resize_token_embeddings(entries)
+        folder = weights.save_temporarily(model.config, model, ctx)
         notices.append(
             f"The tokenizer has {entries:,} entries, more than the model: "
             "its embedding was enlarged."
         )
     return {
-        "weights": weights,
+        "weights": folder,
         "tokenizer": location.tokenizer,
         "notices": notices,
-        "random": weights != location.weights,
+        "random": folder != location.weights,
         "draws_weights": draws_weights,
     }
 
 
 def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
     with refused_as(f"--model {name}: its config.json cannot be used"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **weights.NO_REMOTE_CODE)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"--model {name} is a {config.model_type}, which is not a causal language model."
         )
     return config
-
-
-def _read_generation(folder: str, config, name: str) -> GenerationConfig:
-    """Read the generation configuration that the model's authors published.
-
-    Older models have it in their config.json, or not at all.
-    """
-    with refused_as(f"--model {name}: its generation_config.json cannot be used"):
-        if (Path(folder) / "generation_config.json").exists():
-            return GenerationConfig.from_pretrained(folder, local_files_only=True)
-        return GenerationConfig.from_model_config(config)
 
 
 def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
@@ -365,8 +317,9 @@ def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
             f"--model {args.model}: there are no tokenizer files "
             "(tokenizer.json, or vocab.json and merges.txt)."
         )
+    options = {"local_files_only": True, **weights.NO_REMOTE_CODE}
     with refused_as(f"--model {args.model}: its tokenizer cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     return tokenizer
@@ -377,82 +330,43 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
     the top folder. Pickled weights are downloaded only if there are no safetensors.
-
-    Args:
-        revision: its branch, tag or commit; None: main.
-    Raises:
-        UserError: the repository does not exist, the user has no access, the download fails, or the
-            snapshot is not in the cache while offline.
     """
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors, snapshot_download
 
+    patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
     try:
-        patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
         if with_weights and not offline:
-            files = [
-                file for file in HfApi().list_repo_files(name, revision=revision) if "/" not in file
-            ]
-            safe = any(file.endswith(".safetensors") for file in files)
+            files = HfApi().list_repo_files(name, revision=revision)
+            safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
-        others = ["*/*", "consolidated*"]
         return snapshot_download(
             name,
             revision=revision,
             allow_patterns=patterns,
-            ignore_patterns=others,
+            ignore_patterns=["*/*", "consolidated*"],
             local_files_only=offline,
         )
     except Exception as error:  # the clients raise many classes, which differ between versions
-        if isinstance(error, GatedRepoError):
-            problem = (
-                f" is gated: accept its license on the hub and log in with `{login_command()}`."
-            )
-        elif isinstance(error, LocalEntryNotFoundError) and offline:
-            problem = " cannot be downloaded: it is not in the cache, and this run is offline."
-        elif isinstance(error, RevisionNotFoundError):
+        problem = f" cannot be downloaded: {first_line(error)}"
+        if isinstance(error, errors.GatedRepoError):
+            problem = f" is gated: accept its license and log in with `{login_command()}`."
+        elif isinstance(error, errors.RevisionNotFoundError):
             problem = f" has no branch, tag or commit {revision} (--model_revision)."
-        elif isinstance(error, RepositoryNotFoundError):
+        elif isinstance(error, errors.RepositoryNotFoundError):
             problem = ": there is no such model on the hub (or it is private), and no such folder."
-        else:
-            problem = f" cannot be downloaded: {first_line(error)}"
         raise UserError(f"--model {name}{problem}") from error
 
 
-def gpt2_config(
-    shape: tuple[int, int, int], vocab_size: int, positions: int, dropout: float, end_of_text: int
-) -> GPT2Config:
-    """Return the configuration of a GPT-2 architecture.
-
-    Args:
-        shape: transformer blocks, attention heads, hidden size.
-    """
-    layers, heads, width = shape
-    return GPT2Config(
-        n_layer=layers,
-        n_head=heads,
-        n_embd=width,
-        vocab_size=vocab_size,
-        n_positions=positions,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        architectures=["GPT2LMHeadModel"],
-    )
+def _gpt2_config(name: str, dropout: float, end_of_text: int) -> GPT2Config:
+    """Return the configuration of a GPT-2 architecture in known_models."""
+    settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
+    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    return GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
 def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
-    """Return the folder of tiny-gpt2's tokenizer; train it if it is not in the cache.
-
-    It is a byte-level BPE tokenizer, trained on the Python reference in about a second.
-    """
+    """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference."""
     from pydoc_data.topics import topics
 
     from tokenizers import ByteLevelBPETokenizer
@@ -462,13 +376,8 @@ def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
 
     def train(folder: Path) -> dict:
         tokenizer = ByteLevelBPETokenizer()
-        tokenizer.train_from_iterator(
-            text,
-            vocab_size=EMBEDDED_VOCABULARY,
-            min_frequency=2,
-            special_tokens=[END_OF_TEXT],
-            show_progress=False,
-        )
+        options = {"special_tokens": [END_OF_TEXT], "show_progress": False}
+        tokenizer.train_from_iterator(text, EMBEDDED_VOCABULARY, min_frequency=2, **options)
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
         ).save_pretrained(folder)

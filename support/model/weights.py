@@ -35,22 +35,17 @@ NO_REMOTE_CODE = {"trust_remote_code": False}
 def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
     """Return the dtype of a model's weights in memory, before an engine converts them.
 
-    Weights that are updated need fp32. With adapters the model's own weights are frozen, so they
-    have the dtype of the computations, as all weights under DeepSpeed.
+    Weights that are updated need fp32. Frozen weights under adapters have the computations' dtype.
     """
-    if args.lora_r is None or (args.strategy == "fsdp" and not _fsdp_shards_mixed_dtypes()):
+    if args.lora_r is None:
         return torch.float32
+    if args.strategy == "fsdp":
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        # Earlier versions of torch require one dtype of all parameters of a module.
+        if "trainable_params" not in FSDPParamGroup._init_mp_dtypes.__code__.co_varnames:
+            return torch.float32
     return DTYPES[ctx.precision]
-
-
-def _fsdp_shards_mixed_dtypes() -> bool:
-    """Return whether FSDP2 allows frozen weights of another dtype than the trained ones.
-
-    Earlier versions of torch require one dtype of all parameters of a module.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    return "trainable_params" in FSDPParamGroup._init_mp_dtypes.__code__.co_varnames
 
 
 def from_folder(
@@ -61,42 +56,29 @@ def from_folder(
 ) -> tuple[PreTrainedModel, dict]:
     """Load a model and its loading info from a local folder.
 
-    Attention is SDPA if the architecture supports it.
-
     Args:
-        in_4bit: a device on which the weights of linear layers are kept in 4 bits; None: they are
-            loaded on the CPU in `dtype`.
-    Raises:
-        UserError: the weights cannot be loaded, with the first line of transformers' error.
+        in_4bit: a device on which the weights of linear layers are kept in 4 bits (QLoRA, Dettmers
+            et al., arXiv 2305.14314); None: they are loaded on the CPU in `dtype`.
     """
+    options = {**as_dtype(dtype), **NO_REMOTE_CODE}
+    if in_4bit:
+        patches.keep_4bit_layout()
+        config = copy.deepcopy(config)  # transformers writes the quantization into it
+        options["device_map"] = {"": in_4bit}
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
     try:
-        if in_4bit:
-            patches.keep_4bit_layout()
         return AutoModelForCausalLM.from_pretrained(
-            folder,
-            # A copy, because transformers writes the quantization into the configuration.
-            config=copy.deepcopy(config) if in_4bit else config,
-            output_loading_info=True,
-            local_files_only=True,
-            **as_dtype(dtype),
-            **(_quantization(dtype, in_4bit) if in_4bit else {}),
-            **NO_REMOTE_CODE,
+            folder, config=config, output_loading_info=True, local_files_only=True, **options
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"--model: the weights in {folder} cannot be loaded: {first_line(error)}"
+            f"The weights in {folder} cannot be loaded (--model): {first_line(error)}"
         ) from error
-
-
-def _quantization(dtype, device: torch.device) -> dict:
-    """Return the arguments of from_pretrained for QLoRA (Dettmers et al., arXiv 2305.14314)."""
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -108,43 +90,13 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def as_dtype(dtype: torch.dtype | str) -> dict:
-    """Return the keyword argument for the dtype of the weights.
-
-    transformers 4.56 renamed it from `torch_dtype` to `dtype`.
-    """
+    """Return the keyword argument for the dtype of the weights; transformers 4.56 renamed it."""
     renamed = Version(transformers.__version__) >= Version("4.56")
     return {"dtype" if renamed else "torch_dtype": dtype}
 
 
-def draw_weights(config: PretrainedConfig, seed: int, ctx: DistContext, on_disk: bool) -> str:
-    """Save a newly initialized model to a temporary folder, or only its configuration.
-
-    Args:
-        on_disk: also draw the weights from the seed and save them.
-    Returns:
-        The folder, which is removed at the end of the run.
-    """
-    torch.manual_seed(seed)
-    return _save_temporarily(config, from_config(config) if on_disk else None, ctx)
-
-
-def grow_vocabulary(
-    folder: str, config: PretrainedConfig, entries: int, seed: int, ctx: DistContext
-) -> str:
-    """Enlarge a model's embeddings to `entries` rows and save the model to a temporary folder.
-
-    This happens once per node, because ZeRO-3 would draw other numbers for the new rows.
-
-    Returns:
-        The folder, which is removed at the end of the run.
-    """
-    model, _ = from_folder(folder, config)
-    torch.manual_seed(seed)
-    model.resize_token_embeddings(entries)
-    return _save_temporarily(model.config, model, ctx)
-
-
-def _save_temporarily(config: PretrainedConfig, model: nn.Module | None, ctx: DistContext) -> str:
+def save_temporarily(config: PretrainedConfig, model: nn.Module | None, ctx: DistContext) -> str:
+    """Save a model, or only its configuration, to a folder that the run removes at its end."""
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )

@@ -30,15 +30,12 @@ from support.strategy import Strategy
 def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
     """Complete DeepSpeed's configuration for this model and device, and initialize DeepSpeed.
 
-    Every rank calls this function.
+    Every rank calls this function. For infinity the result has the path of this job's own folder.
 
-    Returns:
-        The complete configuration; for infinity it contains the path of this job's own folder.
     Raises:
-        UserError: the folder of --nvme_path is missing or not writable, or the configuration has an
-            "auto" that cannot be filled in.
-        MissingRequirement: the file system of --nvme_path is too small, or cannot bypass the page
-            cache; or an op cannot be compiled; or too little memory may be locked.
+        UserError: --nvme_path is not writable, or an "auto" cannot be filled in.
+        MissingRequirement: the disk of --nvme_path cannot be used, an op cannot be compiled, or too
+            little memory may be locked.
     """
     import deepspeed
 
@@ -50,12 +47,10 @@ def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
     if strategy.uses_nvme:
 
         def make_folder() -> str:
-            folder = requirements.make_nvme_folder(
-                args.nvme_path,
-                spec.parameters,
-                1 if ctx.simulated else ctx.launch.local_world_size,
-                ctx.world_size,
-            )
+            # At most 20 bytes a parameter: fp32 master, two moments, gradient and working copy.
+            local_ranks = 1 if ctx.simulated else ctx.launch.local_world_size
+            needed = 20 * spec.parameters * local_ranks // ctx.world_size
+            folder = requirements.make_nvme_folder(args.nvme_path, needed)
             ctx.temporary.extend(folder.paths)
             return str(folder.path)
 
@@ -97,7 +92,6 @@ def _prepare_ops(strategy: Strategy, ctx: DistContext, verbose: bool) -> None:
 
     def build() -> None:
         if missing := ops.missing_ops(strategy):
-            # The process that startup.start has started reports no errors: this one does.
             show = not ctx.console.quiet or verbose
             ops.build(missing, ctx.console.print if show else lambda _: None, verbose)
 
@@ -124,10 +118,7 @@ def partition_parameters(model: nn.Module, args: Arguments, ctx: DistContext) ->
 
 
 class OneByOne(nn.Module):
-    """Module that yields a model's parameters to DeepSpeed one at a time.
-
-    Each parameter is converted and copied into memory only when it is yielded.
-    """
+    """Module that yields a model's parameters to DeepSpeed one at a time, each then copied."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()

@@ -13,10 +13,7 @@ __all__ = ["blocks_to_shard", "fill_from_rank0", "is_sharded"]
 
 
 def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:
-    """Return the layers that FSDP shards one by one.
-
-    These are the layers that the FSDP configuration names, or else the transformer blocks.
-    """
+    """Return the layers that FSDP shards: those of its configuration, or the blocks."""
     if not options.wrap_layers:
         return []
     named = [module for module in model.modules() if type(module).__name__ in options.layers]
@@ -33,8 +30,6 @@ def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Modu
 
 def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
     """Distribute a model's weights to the ranks as shards, and its buffers whole.
-
-    Every rank calls this function.
 
     Args:
         sharded: the model under FSDP2, with uninitialised memory.

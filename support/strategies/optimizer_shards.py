@@ -7,9 +7,9 @@ parameter to its offset in a master. There is one class for each layout of the m
     Zero12State   DeepSpeed's stages 1 and 2: one partition per parameter group
     Zero3State    DeepSpeed's stage 3: one partition per sub-group; infinity keeps them on NVMe
 
-AdamW's moments have an element for each of the master's. 8-bit moments are converted to fp32 and
-back, so that every strategy can read them. Adafactor's states are rows and columns of whole
-parameters; only dp has them, on every rank. SGD without momentum has no states.
+AdamW's moments have an element for each of the master's; 8-bit moments are converted to fp32 and
+back. Adafactor's states are rows and columns of whole parameters; only dp has them, on every rank.
+SGD without momentum has no states.
 """
 
 from __future__ import annotations
@@ -56,16 +56,12 @@ class Shard(NamedTuple):
 
 
 def optimizer_family(optimizer) -> str | None:
-    """Return the family of an optimizer (see support/optimizers.py), or None.
-
-    None for an optimizer that checkpoints do not support: a DeepSpeed file may name any.
-    """
+    """Return the family of an optimizer (support/optimizers.py); None: not supported."""
     base = base_optimizer(optimizer)
     if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
         return "adamw"
     if isinstance(base, torch.optim.SGD):
-        momentum = any(group["momentum"] for group in base.param_groups)
-        return None if momentum else "sgd"
+        return None if any(group["momentum"] for group in base.param_groups) else "sgd"
     return {"AdamW8bit": "adamw", "Adafactor": "adafactor"}.get(type(base).__name__)
 
 
@@ -115,15 +111,12 @@ class ShardedState:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}.
 
-        The moments are missing before the first update. A shard that is stored on NVMe is in memory
-        only inside the context.
+        The moments are missing before the first update. A shard on NVMe is in memory only inside.
 
         Args:
             write: create missing moments, and keep what the caller writes to the tensors. Call
                 `finish_writing` after the last shard.
             moments: False yields only the weight, which every optimizer has.
-        Raises:
-            TrainingError: DeepSpeed has optimizer states that were not found here.
         """
         tensors = {"weight": shard.key.data}
         if moments and self.family == "adamw":
@@ -159,8 +152,7 @@ class ShardedState:
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield (name, weight) of every trained parameter, assembled from the ranks in fp32.
 
-        All ranks iterate together. The weight is a tensor on rank 0 and None on the other ranks.
-        Only one whole weight is in memory at a time.
+        All ranks iterate together; the weight is a tensor on rank 0 and None on the other ranks.
         """
         is_main = dist.get_rank() == 0
         for shard in self.shards:
@@ -225,15 +217,12 @@ class PlainState(ShardedState):
 
     def load_adafactor_states(self, saved: dict[str, torch.Tensor]) -> None:
         """Set the states of Adafactor; a parameter without saved states gets new ones."""
-        for shard in self.shards:
-            prefix = f"{shard.names[0]}/"
-            state = {
-                key.removeprefix(prefix): value.float().to(shard.key.device)
-                for key, value in saved.items()
-                if key.startswith(prefix)
-            }
-            if state:
-                self.base.state[shard.key] = {"RMS": 0, **state}
+        keys = {shard.names[0]: shard.key for shard in self.shards}
+        for name, value in saved.items():
+            parameter, _, kind = name.rpartition("/")
+            state = self.base.state[keys[parameter]]
+            state[kind] = value.float().to(keys[parameter].device)
+            state.setdefault("RMS", 0)
 
 
 class Zero12State(ShardedState):
@@ -324,10 +313,7 @@ def _parts_8bit(numel: int) -> Iterator[tuple[slice, slice]]:
 
 
 def dequantize(state: dict) -> dict[str, torch.Tensor]:
-    """Return copies of the moments in fp32; those that are fp32 themselves are not copied.
-
-    The copies are in host memory: a GPU that trains with 8-bit states may have no room for them.
-    """
+    """Return the moments in fp32, in host memory if they are copies."""
     from bitsandbytes.functional import dequantize_blockwise
 
     moments = {}
@@ -346,8 +332,8 @@ def dequantize(state: dict) -> dict[str, torch.Tensor]:
 def quantize(moments: dict[str, torch.Tensor], state: dict) -> None:
     """Write moments in fp32 to the state of a master; `dequantize` is its inverse.
 
-    bitsandbytes' own function takes the largest magnitude as the scale. Its values for signed codes
-    go from -0.993 to 1, so a block with a negative extreme would shrink in each conversion.
+    bitsandbytes' own function takes the largest magnitude as the scale. Its signed codes go from
+    -0.993 to 1, so a block with a negative extreme would shrink in each conversion.
     """
     for moment, (codes, values, scale) in NAMES_8BIT.items():
         if state[codes].dtype != torch.uint8:
@@ -368,10 +354,9 @@ def quantize(moments: dict[str, torch.Tensor], state: dict) -> None:
 def replay_bias_correction(cpu_adam, step: int) -> None:
     """Set the internal state of DeepSpeed's CPU Adam to its value after `step` updates.
 
-    Its C++ code keeps β₁ᵗ and β₂ᵗ as running products in fp32. If it started at t, it would compute
-    powers instead, which differ in the last bit. The products are therefore computed again, with
-    updates of a single element at learning rate 0. Once βᵗ is too small to change 1 - βᵗ in fp32,
-    powers give the same result, so the time does not grow with the length of the run.
+    Its C++ code keeps β₁ᵗ and β₂ᵗ as running products in fp32, which differ from powers in the last
+    bit. They are computed again, with updates of a single element at learning rate 0. Once βᵗ is
+    too small to change 1 - βᵗ in fp32, powers give the same result.
     """
     group, tensors = cpu_adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
     slower = max(*group["betas"], 0.5)
@@ -385,10 +370,7 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
 
 
 def free_gathered_weights(model: nn.Module) -> None:
-    """Free the full weights that FSDP and ZeRO-3 keep after an evaluation.
-
-    They would not be updated together with the shards.
-    """
+    """Free the full weights that FSDP and ZeRO-3 keep after an evaluation."""
     for module in unwrapped(model).modules():
         if is_fsdp_module(module):
             module.reshard()
@@ -397,10 +379,7 @@ def free_gathered_weights(model: nn.Module) -> None:
 
 
 def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return index of the first element and number of elements of this rank's shard.
-
-    FSDP shards dimension 0, so a shard consists of whole rows.
-    """
+    """Return index of the first element and number of elements of this rank's shard."""
     if not is_dtensor(parameter):
         return 0, parameter.numel()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

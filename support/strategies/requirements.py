@@ -1,4 +1,4 @@
-"""Checks of what a strategy needs of the machine: a compiler, libaio, NVMe."""
+"""Checks of what a strategy needs of the machine: a compiler, locked memory, NVMe."""
 
 from __future__ import annotations
 
@@ -26,45 +26,36 @@ NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infin
 
 
 def check_requirements(args: Arguments) -> None:
-    """Check what the strategy needs of this machine, before any data is read.
-
-    Raises:
-        MissingRequirement: an op is not compiled yet, and the compiler or libaio is missing; or
-            torch or DeepSpeed is too old for the strategy on a CPU.
-    """
+    """Check what the strategy needs of this machine, before any data is read."""
     strategy = configured_strategy(args)
     if not torch.cuda.is_available():
         check_cpu_support(strategy)
     missing = ops.missing_ops(strategy)
     check_builds(missing)
     if "async_io" in missing:
-        check_libaio()
+        ops.check_libaio()
 
 
 def check_cpu_support(strategy: Strategy) -> None:
     """Check that the installed releases support the strategy on a CPU.
 
-    Raises:
-        MissingRequirement: torch's streams for the CPU cannot record events (torch 2.6), or
-            DeepSpeed demands page-locked buffers, which need a GPU (before 0.19.4).
+    torch's streams for the CPU record no events in 2.6; DeepSpeed before 0.19.4 needs a GPU for the
+    page-locked buffers of infinity.
     """
-    advice = "pip install --upgrade torch, or use zero3"
+    advice = ""
     if strategy.engine == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
-        needed = f"fsdp on a CPU needs a newer torch than {torch.__version__}"
+        advice = "fsdp on a CPU needs a newer torch: pip install --upgrade torch, or use zero3"
     elif strategy.uses_nvme and Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU:
-        needed = f"infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer"
-        advice = "pip install --upgrade 'deepspeed<0.20', or use offload"
-    else:
-        return
-    raise MissingRequirement(f"--strategy {needed}: {advice}.")
+        advice = (
+            f"infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer: "
+            "pip install --upgrade 'deepspeed<0.20', or use offload"
+        )
+    if advice:
+        raise MissingRequirement(f"--strategy {advice}.")
 
 
 def check_builds(missing: list[str]) -> None:
-    """Check for a C++ compiler and a writable folder, which the missing ops need.
-
-    Raises:
-        MissingRequirement: one of them is missing.
-    """
+    """Check for a C++ compiler and a writable folder, which the missing ops need."""
     if not missing:
         return
     compiler, names = os.environ.get("CXX", "c++"), ", ".join(missing)
@@ -77,8 +68,7 @@ def check_builds(missing: list[str]) -> None:
     folder = ops.ops_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise MissingRequirement(
             f"DeepSpeed's {names} must be compiled, but {folder} cannot be written "
@@ -88,14 +78,9 @@ def check_builds(missing: list[str]) -> None:
 
 
 def check_locked_memory(needed: int) -> None:
-    """Check that infinity may lock its I/O buffers in memory (ulimit -l).
+    """Check that each rank may lock so many bytes of I/O buffers for infinity (ulimit -l).
 
     DeepSpeed's allocation returns a null pointer otherwise.
-
-    Args:
-        needed: bytes that each rank locks at least.
-    Raises:
-        MissingRequirement: the limit is smaller.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= needed or _has_capability(CAP_IPC_LOCK):
@@ -110,37 +95,18 @@ def check_locked_memory(needed: int) -> None:
 
 def _has_capability(number: int) -> bool:
     """Return whether this process has a capability of Linux."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
+    lines = Path("/proc/self/status").read_text().splitlines()
     masks = [line.split()[1] for line in lines if line.startswith("CapEff")]
-    return bool(masks) and bool(int(masks[0], 16) >> number & 1)
+    return any(int(mask, 16) >> number & 1 for mask in masks)
 
 
-def check_libaio() -> None:
-    """Check for libaio, with which infinity reads and writes NVMe."""
-    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+def make_nvme_folder(path: str | None, needed: int) -> TemporaryFolder:
+    """Create this job's own folder for infinity's files, and check that `needed` bytes will fit.
 
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise MissingRequirement(
-            "--strategy infinity needs libaio, which is missing here: apt install libaio-dev "
-            "(without root: conda install libaio, "
-            "then set CFLAGS and LDFLAGS to its include and lib folders)."
-        )
+    The folders of killed jobs are removed first; the caller removes this one at the end.
 
-
-def make_nvme_folder(
-    path: str | None, parameters: int, local_world_size: int, world_size: int
-) -> TemporaryFolder:
-    """Create this job's own folder for infinity's files, and check that they will fit.
-
-    The folders of killed jobs are removed first.
-
-    Args:
-        world_size: all ranks; this node stores local_world_size / world_size of the model.
-    Returns:
-        A new folder, which the caller removes at the end.
     Raises:
-        UserError: `path` does not exist or is not writable.
+        UserError: `path` (--nvme_path; None: the temporary folder) is not writable.
         MissingRequirement: it has too little free space, or its file system has no direct I/O.
     """
     parent = Path(path or tempfile.gettempdir())
@@ -151,29 +117,21 @@ def make_nvme_folder(
             f"--nvme_path {parent} cannot be written: {error.strerror}. Name another folder."
         ) from error
     try:
-        # At most 20 bytes a parameter: fp32 master, two moments and gradient, and the working copy.
-        needed = 20 * parameters * local_world_size // world_size
         free = shutil.disk_usage(parent).free
         if free < needed:
             raise MissingRequirement(
                 f"--nvme_path {parent} has {free / GB:.2f} GB free, and infinity needs "
                 f"{needed / GB:.2f} GB there: free some space, or name another folder."
             )
-        check_direct_io(str(temporary.path))
+        flags = os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0)
+        os.close(os.open(temporary.path / "probe", flags))
+    except OSError as error:
+        temporary.remove()
+        raise MissingRequirement(
+            f"--nvme_path {parent}: its file system cannot do direct I/O ({error.strerror}), as "
+            "NFS and tmpfs often cannot: name a folder on a local disk."
+        ) from error
     except MissingRequirement:
         temporary.remove()
         raise
     return temporary
-
-
-def check_direct_io(folder: str) -> None:
-    """Check that a folder's file system supports direct I/O, which infinity uses."""
-    try:
-        os.close(
-            os.open(Path(folder) / "probe", os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0))
-        )
-    except OSError as error:
-        raise MissingRequirement(
-            f"--nvme_path {Path(folder).parent}: its file system cannot do direct I/O "
-            f"({error.strerror}), as NFS and tmpfs often cannot: name a folder on a local disk."
-        ) from error

@@ -1,6 +1,5 @@
 """A run goes on under any strategy, on any number of ranks, as if nothing had changed."""
 
-import json
 import shutil
 
 import pytest
@@ -13,18 +12,13 @@ WORK = (
     "--lr_scheduler cosine --warmup_steps 3 --save_every 2 --no_export"
 ).split()
 SPLIT = {
-    1: ["--batch_size", "2", "--gradient_accumulation_steps", "3"],
-    2: ["--batch_size", "1", "--gradient_accumulation_steps", "3"],
+    1: "--batch_size 2 --gradient_accumulation_steps 3".split(),
+    2: "--batch_size 1 --gradient_accumulation_steps 3".split(),
     3: ["--batch_size", "2"],
 }
 FROM_DP = [
-    ("dp", 1),
-    ("zero3", 2),
-    ("infinity", 2),
-    ("fsdp", 2),
-    ("zero1", 3),
-    ("offload", 1),
-    ("dp", 2),
+    *(("dp", 1), ("zero3", 2), ("infinity", 2), ("fsdp", 2)),
+    *(("zero1", 3), ("offload", 1), ("dp", 2)),
 ]
 FROM_INFINITY = [("infinity", 2), ("dp", 1), ("infinity", 1)]
 FROM_FSDP = [("fsdp", 2), ("zero2", 2), ("fsdp", 1)]
@@ -55,9 +49,8 @@ def chain(script):
         for number, (strategy, ranks) in enumerate(links):
             resume = ["--resume", checkpoint(runs[-1], 2 * number)] if runs else []
             launcher = {"launcher": "torchrun", "ranks": ranks} if ranks > 1 else {}
-            runs.append(
-                script(*WORK, *args, *SPLIT[ranks], "--strategy", strategy, *resume, **launcher)
-            )
+            flags = [*args, *SPLIT[ranks], "--strategy", strategy, *resume]
+            runs.append(script(*WORK, *flags, **launcher))
         return runs
 
     return run
@@ -68,15 +61,11 @@ def check(runs, links):
     assert len(whole.losses) == 14
     for number, run in enumerate(runs[1:], 1):
         start = 2 * number
-        (strategy, ranks), (before, ranks_before) = links[number], links[number - 1]
-        assert (
-            f"strategy {before} in the checkpoint, {strategy} in this run" in run.out
-            or strategy == before
-        )
-        assert (
-            f"ranks {ranks_before} in the checkpoint, {ranks} in this run" in run.out
-            or ranks == ranks_before
-        )
+        for key, before, now in zip(
+            ("strategy", "ranks"), links[number - 1], links[number], strict=True
+        ):
+            report = f"{key} {before} in the checkpoint, {now} in this run"
+            assert (report in run.out) == (before != now)
         steps, wanted = ([record for record in r.metrics if "loss" in record] for r in (run, whole))
         assert [record["step"] for record in steps] == list(range(start + 1, 15))
         assert [record["lr"] for record in steps] == [record["lr"] for record in wanted[start:]]
@@ -107,49 +96,28 @@ def test_llama_from_infinity_and_from_fsdp(chain, llama, text_file, links):
 def test_other_global_batch_is_refused_and_forced_keeps_the_position_in_the_data(
     script, text_file, tmp_path
 ):
-    work = [
-        "--dataset",
-        text_file,
-        "--seq_length",
-        "32",
-        "--num_samples",
-        "20",
-        "--epochs",
-        "2",
-        "--no_eval",
-        "--no_export",
-    ]
-    first = script(*work, "--batch_size", "4", "--save_every", "2")
-    refused = script(*work, "--batch_size", "6", "--resume", checkpoint(first, 2), ok=False)
+    work = (
+        f"--dataset {text_file} --seq_length 32 --num_samples 20 --epochs 2 --no_eval --no_export"
+    )
+    first = script(*work.split(), "--batch_size", "4", "--save_every", "2")
+    other = [*work.split(), "--batch_size", "6", "--resume", checkpoint(first, 2)]
+    refused = script(*other, ok=False)
     assert refused.code == 2 and "global batch 4 in the checkpoint, 6 in this run" in refused.error
     # Into a folder that holds another run's checkpoints: they are not mixed up with this one's.
-    shutil.copytree(first.folder, tmp_path / "used")
-    run = script(
-        *work,
-        "--batch_size",
-        "6",
-        "--resume",
-        checkpoint(first, 2),
-        "--resume_force",
-        "--output_dir",
-        tmp_path / "used",
-        folder=tmp_path / "used",
-    )
-    assert all(
-        path.name.startswith("aside-")
-        for path in (tmp_path / "used" / "checkpoints").glob("*step-*")
-    )
+    used = shutil.copytree(first.folder, tmp_path / "used")
+    run = script(*other, "--resume_force", "--output_dir", used, folder=used)
+    saved = (used / "checkpoints").glob("*step-*")
+    assert all(path.name.startswith("aside-") for path in saved)
     # 8 blocks are behind it, 12 of this epoch and 20 of the next are left: 2 steps of 6, then 6, 6,
     # 6 and 2.
     assert run.results["steps"] == 2 + 2 + 4 and run.results["samples"] == 40
     assert [record["epoch"] for record in run.metrics if record["step"] > 2] == [1, 1, 2, 2, 2, 2]
 
 
-def test_another_precision_goes_on_too(script):
-    work = ("--seq_length 32 --num_samples 24 --batch_size 4 --no_eval --no_export").split()
-    whole = script(*work, "--precision", "fp32", "--save_every", "3")
-    run = script(
-        *work, "--precision", "bf16", "--strategy", "zero1", "--resume", checkpoint(whole, 3)
-    )
+def test_another_precision_goes_on(script):
+    work = "--seq_length 32 --num_samples 24 --batch_size 4 --no_eval --no_export".split()
+    whole = script(*work, *"--precision fp32 --save_every 3".split())
+    flags = "--precision bf16 --strategy zero1 --resume".split()
+    run = script(*work, *flags, checkpoint(whole, 3))
     assert_close(run.losses, whole.losses[3:], 1e-2)
-    assert json.loads((run.folder / "results.json").read_text())["precision"] == "bf16"
+    assert run.results["precision"] == "bf16"

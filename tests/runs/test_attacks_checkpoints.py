@@ -30,23 +30,11 @@ RANK_FILE = "rank-00000-000.safetensors"
 
 @pytest.fixture(scope="session")
 def work(llama, text_file) -> list:
-    """Arguments of a run of four steps; its checkpoints have 2 MB, and the copies that are damaged
-    here take no time."""
-    return [
-        "--model",
-        llama,
-        "--dataset",
-        text_file,
-        "--seq_length",
-        "32",
-        "--num_samples",
-        "16",
-        "--batch_size",
-        "4",
-        "--precision",
-        "fp32",
-        "--no_eval",
-    ]
+    """Arguments of a run of four steps, whose checkpoints have 2 MB."""
+    return (
+        f"--model {llama} --dataset {text_file} --seq_length 32 --num_samples 16 --batch_size 4 "
+        "--precision fp32 --no_eval"
+    ).split()
 
 
 @pytest.fixture(scope="session")
@@ -75,75 +63,43 @@ def step(folder: Path, number: int) -> Path:
 
 
 def contents(folder: Path) -> dict[str, tuple]:
-    """Every path below a folder with its kind and bytes; what a refused run must not change. The
-    lock file is none of it."""
-
-    def look(path):
-        if path.is_symlink():
-            return ("link", os.readlink(path))
-        return ("file", path.read_bytes()) if path.is_file() else ("folder",)
-
+    """Every path below a folder with its bytes, except the lock file."""
     return {
-        path.relative_to(folder).as_posix(): look(path)
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else path.is_dir()
         for path in folder.rglob("*")
         if path.name != ".lock"
     }
 
 
-def rewrite(checkpoint: Path, change) -> None:
-    """Change a manifest as somebody does who knows how its digest is made."""
-    from support.files.atomic import digest_of_json
-
-    path = checkpoint / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["sha256"]
-    change(manifest)
-    path.write_text(json.dumps({**manifest, "sha256": digest_of_json(manifest)}))
-
-
 # ----------------------------------------------------------------------------- damaged checkpoints
 
 
-def set_in(*keys, value):
-    """(manifest) -> None: put a value into a nested place."""
-
-    def change(m):
-        for key in keys[:-1]:
-            m = m[key]
-        m[keys[-1]] = value
-
-    return change
-
-
 def changed(change):
-    """Change the manifest of step 4, with a matching digest."""
-    return lambda folder: rewrite(step(folder, 4), change)
+    """Change the manifest of step 4 as somebody does who knows how its digest is made."""
+
+    def rewrite(folder: Path) -> None:
+        from support.files.atomic import digest_of_json
+
+        path = step(folder, 4) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["sha256"]
+        change(manifest)
+        path.write_text(json.dumps({**manifest, "sha256": digest_of_json(manifest)}))
+
+    return rewrite
 
 
-def with_parameter(name: str):
-    return changed(lambda m: m["shapes"].update({name: [1]}))
-
-
+OUTSIDE = {"bytes": 14, "sha256": "0" * 64}
 DAMAGES = {
     "empty": lambda f: (step(f, 4) / "manifest.json").write_text(""),
     "half": lambda f: os.truncate(step(f, 4) / "manifest.json", 1000),
-    "not UTF-8": lambda f: (step(f, 4) / "manifest.json").write_bytes(bytes(range(256))),
-    "deep": lambda f: (step(f, 4) / "manifest.json").write_text("[" * 100_000),
-    "a list": lambda f: (step(f, 4) / "manifest.json").write_text("[]"),
     "missing": lambda f: (step(f, 4) / "manifest.json").unlink(),
-    "a pipe": lambda f: ((step(f, 4) / RANK_FILE).unlink(), os.mkfifo(step(f, 4) / RANK_FILE)),
-    "no counters": changed(lambda m: m.pop("counters")),
-    "a later format": changed(set_in("format_version", value=2)),
-    "tensors outside": changed(
-        set_in("pieces", 0, "file", value="../step-00000002/rank-00000-000.safetensors")
-    ),
-    "a listed file outside": changed(
-        set_in("files", "../latest", value={"bytes": 14, "sha256": "0" * 64})
-    ),
-    "a listed device": changed(set_in("files", "/dev/zero", value={"bytes": 0, "sha256": ""})),
-    "a parameter outside": with_parameter("../../../escaped"),
-    "a parameter at the root": with_parameter("/tmp/escaped"),
-    "a file without a digest": changed(lambda m: m["files"][RANK_FILE].pop("sha256")),
+    "a later format": changed(lambda m: m.update(format_version=2)),
+    "tensors outside": changed(lambda m: m["pieces"][0].update(file=f"../x/{RANK_FILE}")),
+    "a listed file outside": changed(lambda m: m["files"].update({"../latest": OUTSIDE})),
+    "a listed device": changed(lambda m: m["files"].update({"/dev/zero": OUTSIDE})),
+    "a parameter outside": changed(lambda m: m["shapes"].update({"../../escaped": [1]})),
+    "a parameter at the root": changed(lambda m: m["shapes"].update({"/tmp/escaped": [1]})),
     "a file that is missing": lambda f: (step(f, 4) / RANK_FILE).unlink(),
 }
 
@@ -166,52 +122,19 @@ def test_a_damaged_checkpoint_is_skipped(copy, ctx, damage, capsys):
         checkpoint_format.open_checkpoint(copy)
 
 
-def test_checkpoints_of_earlier_versions_are_read(copy):
-    """Without the keys that were added to the manifest later."""
-    from support.checkpoints import format as checkpoint_format
-
-    def change(m):
-        for key in ("stream", "lr_scheduler", "groups", "scaling"):
-            del m[key]
-        del m["counters"]["best"], m["counters"]["training_seconds"], m["identity"]["told"]
-
-    rewrite(step(copy, 4), change)
-    loaded, problem = checkpoint_format.read_manifest(step(copy, 4))
-    assert problem == "" and loaded["counters"]["best"] is None
-    assert {"stream", "lr_scheduler", "groups", "scaling"} <= loaded.keys()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_text(""),
-        lambda path: os.truncate(path, path.stat().st_size // 2),
-        lambda path: path.write_bytes(bytes(range(256)) * 4 + b"\n"),
-        lambda path: path.write_text("[" * 100_000 + "\n"),
-        lambda path: path.write_text("5\n"),
-        lambda path: (path.unlink(), os.mkfifo(path)),
-    ],
-    ids=["empty", "half", "binary", "deep", "a number", "a pipe"],
-)
+@pytest.mark.parametrize("damage", [b"", b"\x00\xff" * 512 + b"\n", b"5\n"])
 def test_damaged_metrics_are_seen(copy, damage):
     from support.report.metrics_file import read_metrics
 
     path = copy / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert read_metrics(path) == (records, [])
-    damage(path)
-    try:
-        kept, unreadable = read_metrics(path)
-    except OSError:
-        return  # a folder, a link or a pipe
-    assert all(record in records for record in kept)
-    # Half a last line is what a run leaves that was killed.
-    assert bool(unreadable) == path.read_bytes().endswith(b"\n")
+    path.write_bytes(damage)
+    kept, unreadable = read_metrics(path)
+    assert kept == [] and bool(unreadable) == bool(damage)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "..", "step-2", "step-00000002/..", "step-²²²²²²²²", "x" * 999]
-)
+@pytest.mark.parametrize("name", ["", "..", "step-00000002/..", "step-²²²²²²²²"])
 def test_a_mark_names_a_checkpoint_or_nothing(copy, name):
     from support.checkpoints import format as checkpoint_format
 
@@ -246,25 +169,21 @@ def manager(copy, ctx, monkeypatch):
 
 
 def test_what_is_set_aside_replaces_nothing(copy, manager):
-    """Also not what was set aside before, as often as it happens; and everything is still there."""
+    """Also not what was set aside before."""
     before = contents(step(copy, 4))
-    for number in range(3):
+    for suffix in ("", ".2"):
         manager.take_over(None)
-        aside = (
-            copy / "checkpoints" / ("aside-step-00000004" + (f".{number + 1}" if number else ""))
-        )
+        aside = copy / "checkpoints" / f"aside-step-00000004{suffix}"
         assert contents(aside) == before and not step(copy, 4).exists() and step(copy, 2).exists()
         shutil.copytree(aside, step(copy, 4))
 
 
-@pytest.mark.parametrize(
-    "content", [".", "..", "/", "../../victim", "step-00000002/../../../victim"]
-)
+@pytest.mark.parametrize("content", ["..", "/", "../../victim", "step-00000002/../../../victim"])
 def test_the_best_before_is_removed_only_if_it_is_a_checkpoint(copy, manager, content):
     victim = copy.parent / "victim"
     victim.mkdir()
     (victim / "thesis.txt").write_text("years of work")
-    (copy / "checkpoints" / "best").write_text(content.replace("../../victim", str(victim)))
+    (copy / "checkpoints" / "best").write_text(content)
     manager._saved_at = 4
     manager.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
     assert (victim / "thesis.txt").exists() and step(copy, 2).exists() and step(copy, 4).exists()
@@ -332,61 +251,51 @@ def test_resume_with_every_file_of_the_run_damaged(script, work, trained, copy):
     shutil.copytree(step(copy, 2), copy / "checkpoints" / "aside-step-00000004")
     for name in (".partial-0123abcd-results.json", "checkpoints/.partial-step-00000006"):
         (copy / name).write_text("of a run that was killed")
-    run = script(
-        *work, "--no_export", "--save_every", "2", "--resume", "--output_dir", copy, folder=copy
-    )
+    flags = f"--no_export --save_every 2 --resume --output_dir {copy}".split()
+    run = script(*work, *flags, folder=copy)
     lines = [line for line in run.out.splitlines() if "damaged" in line or "does not name" in line]
-    assert len(lines) == 4 and all(
-        ".damaged" in line or "Skipped" in line for line in run.out.splitlines() if "ℹ️" in line
-    )
+    assert len(lines) == 4
 
     def losses(folder):
-        return [
-            (json.loads(line)["step"], json.loads(line)["loss"])
-            for line in open(folder / "metrics.jsonl")
-        ]
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return [(json.loads(line)["step"], json.loads(line)["loss"]) for line in lines]
 
     assert losses(copy) == losses(trained) and run.results["status"] == "completed"
-    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == [
-        "aside-step-00000004",
-        "aside-step-00000004.2",
-        "best.damaged",
-        "latest",
-        "latest.damaged",
-        "step-00000002",
-        "step-00000004",
-    ]
-    assert sorted(path.name for path in copy.iterdir() if path.name != ".lock") == [
-        "checkpoints",
-        "metrics.jsonl",
-        "metrics.jsonl.damaged",
-        "results.json",
-        "results.json.damaged",
-    ]
+    assert (
+        sorted(path.name for path in (copy / "checkpoints").iterdir())
+        == (
+            "aside-step-00000004 aside-step-00000004.2 best.damaged latest latest.damaged "
+            "step-00000002 step-00000004"
+        ).split()
+    )
+    assert (
+        sorted(path.name for path in copy.iterdir() if path.name != ".lock")
+        == (
+            "checkpoints metrics.jsonl metrics.jsonl.damaged results.json results.json.damaged"
+        ).split()
+    )
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from support.files.atomic import TemporaryFolder
+temporary = TemporaryFolder(Path(sys.argv[1]), "x-")
+(temporary.path / "big").write_text("x")
+print(temporary.path, flush=True)
+sys.stdin.read()
+"""
 
 
 def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
     from support.files.atomic import TemporaryFolder
 
-    program = (
-        "import sys; from pathlib import Path;"
-        "from support.files.atomic import TemporaryFolder; t = TemporaryFolder(Path(sys.argv[1]), 'x-');"
-        "(t.path / 'big').write_text('x'); print(t.path, flush=True); sys.stdin.read()"
-    )
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, tmp_path],
-            cwd=PROJECT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", OWNER, tmp_path]
+    started = [subprocess.Popen(command, cwd=PROJECT, **pipes) for _ in range(2)]
     dead, alive = (Path(process.stdout.readline().strip()) for process in started)
-    other = (
-        tmp_path / "x-of another machine"
-    )  # which may be alive: its lock does not reach every file system
+    # Of another machine, which may be alive: its lock does not reach every file system.
+    other = tmp_path / "x-of another machine"
     other.mkdir()
     (other / ".lock").touch()
     (tmp_path / "x-unknown").mkdir()
@@ -413,10 +322,10 @@ def read_only(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
 
 
-def start_and_break(work: list, folder: Path, breaks, *args, env: dict | None = None) -> Run:
+def start_and_break(work: list, folder: Path, breaks, *args) -> Run:
     """Start a run, call `breaks()` when it trains, and wait for its end."""
     command = [*launcher_command("python", 1), SCRIPT, *work, "--max_steps", "60", *args]
-    process = start([*command, "--output_dir", folder], env)
+    process = start([*command, "--output_dir", folder])
     shown = []
     while "Epoch 1" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
@@ -427,12 +336,13 @@ def start_and_break(work: list, folder: Path, breaks, *args, env: dict | None = 
 
 
 @pytest.mark.parametrize("breaks", [read_only, pytest.param(fill, marks=pytest.mark.soak)])
-def test_a_failed_export_keeps_the_weights(script, work, tmp_path, disk, breaks):
+@pytest.mark.parametrize("no_save", [[], pytest.param(["--no_save"], marks=pytest.mark.soak)])
+def test_a_failed_export_keeps_the_weights(script, work, tmp_path, disk, breaks, no_save):
     """No checkpoint was asked for; the disk of the export fails while the run trains."""
     elsewhere = disk(20)
     folder = tmp_path / "out"
-    export = ["--export_hf", elsewhere / "model"]
-    run = start_and_break(work, folder, lambda: breaks(elsewhere), *export)
+    flags = ["--export_hf", elsewhere / "model", *no_save]
+    run = start_and_break(work, folder, lambda: breaks(elsewhere), *flags)
     assert run.code == 1 and "step-00000060" in run.error and "convert_checkpoint.py" in run.error
     assert run.results["status"] == "failed" and "step-00000060" in run.results["reason"]
     assert {path.name for path in elsewhere.iterdir()} <= {"filler"}
@@ -450,58 +360,27 @@ def test_an_export_that_cannot_fit_is_refused_before_training(script, work, disk
 def test_infinity_is_killed_and_resumes(script, work, tmp_path):
     """The same losses as without the kill, and nothing of the killed run stays in the NVMe
     folder."""
-    nvme = tmp_path / "nvme"
+    nvme, out = tmp_path / "nvme", tmp_path / "out"
     nvme.mkdir()
-    args = [
-        *work,
-        "--strategy",
-        "infinity",
-        "--nvme_path",
-        nvme,
-        "--no_export",
-        "--save_every",
-        "2",
-    ]
-    args += ["--max_steps", "8"]
-    whole = script(*args)
-    command = [*args, "--output_dir", tmp_path / "out"]
-    killed = script(
-        *command, ok=False, program=FAULT, env={"FAULT": "kill:0:6"}, folder=tmp_path / "out"
-    )
+    flags = f"--strategy infinity --nvme_path {nvme} --no_export --save_every 2 --max_steps 8"
+    whole = script(*work, *flags.split())
+    command = [*work, *flags.split(), "--output_dir", out]
+    killed = script(*command, ok=False, program=FAULT, env={"FAULT": "kill:0:6"}, folder=out)
     assert killed.code == -signal.SIGKILL and any(nvme.iterdir())
-    resumed = script(*command, "--resume", folder=tmp_path / "out")
+    resumed = script(*command, "--resume", folder=out)
     assert "Resumed from" in resumed.out and resumed.losses == whole.losses
     assert not any(nvme.iterdir())
 
 
 def test_a_checkpoint_may_be_a_link_to_another_disk(copy, ctx, manager):
     """The user moved it there. Its files are read through the link, and only the link is renamed."""
-    from support.checkpoints import manager as checkpoint
     from support.checkpoints.find import find_checkpoint
     from support.cli.parse import parse_arguments
 
-    step(copy, 2).rename(copy / "moved")
-    step(copy, 2).symlink_to(copy / "moved")
-    step(copy, 4).rename(copy / "moved too")
-    step(copy, 4).symlink_to(copy / "moved too")
+    step(copy, 4).rename(copy / "moved")
+    step(copy, 4).symlink_to(copy / "moved")
     args = parse_arguments(["--resume", "--resume_force", "--output_dir", str(copy)])
     assert find_checkpoint(args, ctx, copy)[0] == step(copy, 4)
     manager.take_over(None)
-    assert (copy / "checkpoints" / "aside-step-00000004").is_symlink() and step(
-        copy, 2
-    ).is_symlink()
-    checkpoint._remove_old(copy / "checkpoints", 1)
-    assert (copy / "moved" / RANK_FILE).exists() and (copy / "moved too" / RANK_FILE).exists()
-
-
-def test_hard_links_share_nothing_that_is_written(trained, copy, manager):
-    """A copy made of hard links can be resumed and damaged without an effect on the original."""
-    shutil.rmtree(copy)
-    shutil.copytree(trained, copy, copy_function=os.link)
-    before = contents(trained)
-    manager.take_over({"loss": 1.0, "step": 2, "waited": 0})
-    from support.files.atomic import write_text
-
-    write_text(copy / "results.json", "{}")
-    write_text(copy / "checkpoints" / "latest", "step-00000002\n")
-    assert contents(trained) == before
+    assert (copy / "checkpoints" / "aside-step-00000004").is_symlink()
+    assert (copy / "moved" / RANK_FILE).exists()

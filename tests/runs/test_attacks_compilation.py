@@ -121,23 +121,6 @@ def test_killed_compilation_leaves_no_lock(builder, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"cpu_adam.so", ".lock"}
 
 
-START = """
-import signal
-from support.strategies import ops
-ops.start_builder(["cpu_adam"])
-signal.pause()
-"""
-
-
-def test_builder_in_the_background_ends_with_its_run(builder, tmp_path):
-    run = builder(1000, (sys.executable, "-c", START))
-    running = [*psutil.Process(run.pid).children(recursive=True), *running_compilers(tmp_path)]
-    run.kill()
-    run.communicate(timeout=20)
-    _, alive = psutil.wait_procs(running, 10)
-    assert alive == []
-
-
 @pytest.mark.soak
 def test_second_builder_waits_for_the_first(builder, tmp_path):
     first = builder(15)

@@ -10,71 +10,35 @@ from conftest import PROJECT, assert_close, finish, free_port, load_exported, st
 from support.checkpoints.foreign import load_tensors
 
 CONVERT = [sys.executable, PROJECT / "scripts" / "convert_checkpoint.py"]
-WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--no_eval"]
+WORK = "--seq_length 32 --num_samples 8 --batch_size 2 --no_eval".split()
+TWO = {"launcher": "torchrun", "ranks": 2}
 
 
 def test_export_goes_where_and_how_it_is_asked_for(script, llama, text_file, tmp_path):
     import torch
     from transformers import AutoTokenizer
 
-    run = script(
-        "--model",
-        llama,
-        "--dataset",
-        text_file,
-        *WORK,
-        "--strategy",
-        "zero2",
-        "--export_hf",
-        tmp_path / "mine",
-        "--export_dtype",
-        "bf16",
-        launcher="torchrun",
-        ranks=2,
-    )
-    model = load_exported(tmp_path / "mine")
+    mine, work = tmp_path / "mine", [*WORK, "--model", llama, "--dataset", text_file]
+    flags = f"--strategy zero2 --export_hf {mine} --export_dtype bf16".split()
+    run = script(*work, *flags, **TWO)
+    model = load_exported(mine)
     assert model.dtype == torch.bfloat16 and model.config.use_cache
     assert model.lm_head.weight is not model.model.embed_tokens.weight
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "mine")("the lazy dog")["input_ids"]
+    tokens = AutoTokenizer.from_pretrained(mine)("the lazy dog")["input_ids"]
     assert tokens == AutoTokenizer.from_pretrained(llama)("the lazy dog")["input_ids"]
-    card = (tmp_path / "mine" / "README.md").read_text()
+    card = (mine / "README.md").read_text()
     assert f"{run.results['parameters']:,} parameters" in card and "zero2" in card
     assert f"{run.results['train_loss_last']:.4g}" in card
-    assert not (run.folder / "hf").exists() and run.results["export"]["folder"] == str(
-        tmp_path / "mine"
-    )
-    again = script(
-        "--model", llama, "--dataset", text_file, *WORK, "--export_hf", tmp_path / "mine", ok=False
-    )
+    assert not (run.folder / "hf").exists() and run.results["export"]["folder"] == str(mine)
+    again = script(*work, "--export_hf", mine, ok=False)
     assert again.code == 2 and "--overwrite" in again.error
     for target, said in [(llama, "--model"), (".", "current"), (text_file.parent, "--dataset")]:
-        refused = script(
-            "--model",
-            llama,
-            "--dataset",
-            text_file,
-            *WORK,
-            "--export_hf",
-            target,
-            "--overwrite",
-            ok=False,
-        )
-        assert refused.code == 2 and f"would replace {said}" in refused.error.replace(
-            "the current", "current"
-        )
+        refused = script(*work, "--export_hf", target, "--overwrite", ok=False)
+        error = refused.error.replace("the current", "current")
+        assert refused.code == 2 and f"would replace {said}" in error
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("years of work")
-    other = script(
-        "--model",
-        llama,
-        "--dataset",
-        text_file,
-        *WORK,
-        "--export_hf",
-        tmp_path / "papers",
-        "--overwrite",
-        ok=False,
-    )
+    other = script(*work, "--export_hf", tmp_path / "papers", "--overwrite", ok=False)
     assert other.code == 2 and (tmp_path / "papers" / "thesis.txt").exists()
 
 
@@ -89,17 +53,7 @@ def test_no_export(script):
 @pytest.fixture(scope="module")
 def saved(script):
     """Two ranks, zero2, a checkpoint at the end; and the export of the same moment."""
-    return script(
-        *WORK,
-        "--precision",
-        "fp32",
-        "--strategy",
-        "zero2",
-        "--save_every",
-        "2",
-        launcher="torchrun",
-        ranks=2,
-    )
+    return script(*WORK, *"--precision fp32 --strategy zero2 --save_every 2".split(), **TWO)
 
 
 def test_inspect(saved, begin):
@@ -115,28 +69,23 @@ def test_to_hf_is_the_export(saved, convert, tmp_path):
     code, out = convert(saved.folder, "--to", "hf", tmp_path / "hf", "--max_shard_size", "5MB")
     assert code == 0, out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
-    exported, converted = (
-        load_exported(saved.folder / "hf").state_dict(),
-        load_exported(tmp_path / "hf").state_dict(),
-    )
-    assert all((converted[name] == weight).all() for name, weight in exported.items())
+    exported, converted = map(load_exported, (saved.folder / "hf", tmp_path / "hf"))
+    converted = converted.state_dict()
+    assert all((converted[name] == w).all() for name, w in exported.state_dict().items())
     code, out = convert(saved.folder, "--to", "hf", tmp_path / "hf")
     assert code == 2 and "exists" in out
 
 
 def test_to_torch(saved, convert, tmp_path):
-    import torch
-
     code, out = convert(saved.folder, "--to", "torch", tmp_path / "torch")
     assert code == 0, out
-    weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
+    weights, optimizer = (
+        load_tensors(tmp_path / "torch" / f"{n}.pt") for n in ("model", "optimizer")
+    )
     model = load_exported(saved.folder / "hf")
     assert all((weights[name] == weight).all() for name, weight in model.named_parameters())
-    optimizer = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
-    assert (
-        optimizer["step"] == 2
-        and optimizer["exp_avg"].keys() == optimizer["exp_avg_sq"].keys() == weights.keys()
-    )
+    assert optimizer["step"] == 2 and optimizer["exp_avg"].keys() == weights.keys()
+    assert optimizer["exp_avg_sq"].keys() == weights.keys()
     assert all(moment.abs().max() > 0 for moment in optimizer["exp_avg_sq"].values())
 
 
@@ -195,25 +144,12 @@ def plain_deepspeed(saved):
             "zero_optimization": {"stage": stage},
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "checkpoint": {"load_universal": universal != "-"},
         }
-        if universal != "-":
-            config["checkpoint"] = {"load_universal": True}
-        command = [
-            sys.executable,
-            "-c",
-            DEEPSPEED,
-            json.dumps(config),
-            saved.folder / "hf",
-            universal,
-            save,
-        ]
-        env = {
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "DS_ACCELERATOR": "cpu",
-        }
+        command = [sys.executable, "-c", DEEPSPEED, json.dumps(config)]
+        command += [saved.folder / "hf", universal, save]
+        env = {"LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
         processes = [start(command, {**env, "RANK": str(rank)}) for rank in range(ranks)]
         outputs = [finish(process, 200) for process in processes]
         lines = [line for line in outputs[0][0].splitlines() if line.startswith("LOSSES")]
@@ -227,19 +163,18 @@ def plain_pytorch(folder, hf, lr):
     """The same four steps from `--to torch`'s files, by PyTorch alone."""
     import torch
 
-    model, state = load_exported(hf).train(), torch.load(folder / "optimizer.pt", weights_only=True)
+    model = load_exported(hf).train()
+    weights, state = load_tensors(folder / "model.pt"), load_tensors(folder / "optimizer.pt")
     named = dict(model.named_parameters())
     groups = [
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.01},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
-    for name, parameter in named.items():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(state["step"])),
-            "exp_avg": state["exp_avg"][name],
-            "exp_avg_sq": state["exp_avg_sq"][name],
-        }
+    for name, parameter in named.items():  # stage 3 keeps tensors flat
+        parameter.data.copy_(weights[name].view_as(parameter))
+        moments = {k: state[k][name].view_as(parameter).clone() for k in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])), **moments}
     ids, losses = torch.arange(64).view(2, 32), []
     for _ in range(4):
         loss = model(input_ids=ids, labels=ids).loss
@@ -251,13 +186,15 @@ def plain_pytorch(folder, hf, lr):
     return losses
 
 
+def manifest_of(checkpoint):
+    return json.loads((checkpoint / "manifest.json").read_text())
+
+
 def test_deepspeed_goes_on_from_a_universal_folder(saved, convert, plain_deepspeed, tmp_path):
     """Weights, moments and Adam's step: without one of them the second loss would be another."""
     assert convert(saved.folder, "--to", "torch", tmp_path / "torch")[0] == 0
     assert convert(saved.folder, "--to", "deepspeed-universal", tmp_path / "universal")[0] == 0
-    manifest = json.loads(
-        (saved.folder / "checkpoints" / "step-00000002" / "manifest.json").read_text()
-    )
+    manifest = manifest_of(saved.folder / "checkpoints" / "step-00000002")
     wanted = plain_pytorch(tmp_path / "torch", saved.folder / "hf", lr=manifest["groups"][0]["lr"])
     assert wanted[-1] < wanted[0] - 0.1
     assert_close(plain_deepspeed(2, universal=tmp_path / "universal"), wanted, 1e-4)
@@ -271,73 +208,43 @@ def test_start_from_a_checkpoint_that_deepspeed_made(
     script, saved, convert, plain_deepspeed, tmp_path, stage
 ):
     """On two ranks. PyTorch alone continues with the losses of DeepSpeed, and so does a run."""
-    import torch
-
-    losses = plain_deepspeed(stage, save=tmp_path / "native", ranks=2)
+    native, imported = tmp_path / "native", tmp_path / "start"
+    losses = plain_deepspeed(stage, save=native, ranks=2)
     assert losses[-1] < losses[0] - 0.1
-    code, out = convert(tmp_path / "native", "--to", "checkpoint", tmp_path / "start")
+    code, out = convert(native, "--to", "checkpoint", imported)
     assert code == 2 and "--trust_checkpoint" in out and "pickle" in out
-    arguments = ("--to", "checkpoint", tmp_path / "start", "--trust_checkpoint")
-    code, out = convert(tmp_path / "native", *arguments)
+    code, out = convert(native, "--to", "checkpoint", imported, "--trust_checkpoint")
     assert code == 0, out
-    manifest = json.loads((tmp_path / "start" / "manifest.json").read_text())
+    manifest = manifest_of(imported)
     assert manifest["counters"]["step"] == manifest["adam_step"] == 2
 
-    code, out = convert(tmp_path / "start", "--to", "torch", tmp_path / "torch")
+    code, out = convert(imported, "--to", "torch", tmp_path / "torch")
     assert code == 0, out
-    model = load_exported(saved.folder / "hf")
-    weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
-    state = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
-    for name, weight in model.state_dict().items():
-        if name in weights:  # tied weights are stored under one name; stage 3 keeps them flat
-            weight.copy_(weights[name].view_as(weight))
-            for kind in ("exp_avg", "exp_avg_sq"):
-                state[kind][name] = state[kind][name].view_as(weight)
-    model.save_pretrained(tmp_path / "hf")
-    torch.save(state, tmp_path / "torch" / "optimizer.pt")
-    continued = plain_pytorch(tmp_path / "torch", tmp_path / "hf", lr=1e-3)
+    continued = plain_pytorch(tmp_path / "torch", saved.folder / "hf", lr=1e-3)
     assert_close(continued[:2], losses[2:], 1e-4)
 
-    run = script(
-        *WORK,
-        "--strategy",
-        "zero3",
-        "--max_steps",
-        "3",
-        "--resume",
-        tmp_path / "start",
-        "--save_every",
-        "3",
-        launcher="torchrun",
-        ranks=2,
-    )
-    manifest = json.loads(
-        (run.folder / "checkpoints" / "step-00000003" / "manifest.json").read_text()
-    )
+    flags = f"--strategy zero3 --max_steps 3 --resume {imported} --save_every 3".split()
+    run = script(*WORK, *flags, **TWO)
+    manifest = manifest_of(run.folder / "checkpoints" / "step-00000003")
     assert manifest["counters"]["step"] == manifest["adam_step"] == 3
-    for file in (tmp_path / "native" / "two").glob("*_optim_states.pt"):
+    for file in (native / "two").glob("*_optim_states.pt"):
         file.write_bytes(b"0")
-    code, out = convert(tmp_path / "native", *arguments[:2], tmp_path / "x", "--trust_checkpoint")
+    code, out = convert(native, "--to", "checkpoint", tmp_path / "x", "--trust_checkpoint")
     assert code == 2 and out.count("❌") == 1 and "ds_to_universal" in out, out
 
 
-def test_start_from_a_universal_folder(script, saved, convert, tmp_path):
+def test_start_from_a_universal_folder(saved, convert, tmp_path):
     """It is data, so it needs no trust; it starts a new run, with the moments of the old one."""
     assert convert(saved.folder, "--to", "deepspeed-universal", tmp_path / "universal")[0] == 0
     code, out = convert(tmp_path / "universal", "--to", "checkpoint", tmp_path / "start")
     assert code == 0, out
-    manifest = json.loads((tmp_path / "start" / "manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "start")
     assert manifest["counters"]["step"] == 0 and manifest["adam_step"] == 2
-    for name in ("start", "saved"):
-        source = tmp_path / "start" if name == "start" else saved.folder
-        assert convert(source, "--to", "torch", tmp_path / f"{name}-torch")[0] == 0
-    for file in ("model.pt", "optimizer.pt"):
-        ours, theirs = (
-            load_tensors(tmp_path / f"{name}-torch" / file) for name in ("start", "saved")
-        )
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            pairs = [(ours[key], value)]
-            if isinstance(value, dict):
-                pairs = [(ours[key][name], tensor) for name, tensor in value.items()]
-            assert all((a == b) if isinstance(b, int) else (a == b).all() for a, b in pairs), key
+    for source, name in ((tmp_path / "start", "ours"), (saved.folder, "theirs")):
+        assert convert(source, "--to", "torch", tmp_path / name)[0] == 0
+    ours, theirs = (load_tensors(tmp_path / name / "model.pt") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all((ours[n] == theirs[n]).all() for n in ours)
+    ours, theirs = (load_tensors(tmp_path / name / "optimizer.pt") for name in ("ours", "theirs"))
+    assert ours["step"] == theirs["step"]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert all((ours[kind][n] == theirs[kind][n]).all() for n in theirs[kind])

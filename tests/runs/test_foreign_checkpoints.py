@@ -30,20 +30,9 @@ def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=300,
-            n_embd=32,
-            n_layer=2,
-            n_head=2,
-            n_positions=64,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    sizes = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    settings = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id"), 0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **settings, eos_token_id=0))
 
 
 @pytest.fixture(scope="module")
@@ -106,22 +95,10 @@ def test_training_continues_a_checkpoint_of_trainer(
 ):
     """Weights, moments, Adam's step, the step and the schedule: the losses and final weights."""
     folder, losses = trainer
-    run = script(
-        "--model",
-        folder / f"checkpoint-{SAVED}",
-        "--dataset",
-        data,
-        *WORK,
-        *flags,
-        "--batch_size",
-        2 // ranks,
-        "--strategy",
-        strategy,
-        "--resume",
-        imported,
-        launcher="torchrun" if ranks > 1 else "python",
-        ranks=ranks,
-    )
+    flags += f"--model {folder}/checkpoint-{SAVED} --dataset {data} --resume {imported}".split()
+    flags += f"--strategy {strategy} --batch_size {2 // ranks}".split()
+    launcher = "torchrun" if ranks > 1 else "python"
+    run = script(*WORK, *flags, launcher=launcher, ranks=ranks)
     assert [record["step"] for record in run.metrics if "loss" in record] == [3, 4]
     assert_close(run.losses, losses[SAVED:], 1e-4)
     expected = dict(load_exported(folder / f"checkpoint-{STEPS}").named_parameters())
@@ -209,21 +186,12 @@ BAD = {
     "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json"),
     "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights"),
-    "wrong shapes": (lambda folder: set_config(folder, n_positions=32), "do not fit"),
+    "wrong shapes": (lambda folder: set_config(folder, n_positions=32), "not a checkpoint of Tr"),
     "more layers": (lambda folder: set_config(folder, n_layer=3), "missing keys"),
-    "fewer layers": (lambda folder: set_config(folder, n_layer=1), "do not fit"),
-    "truncated": (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 99), "do not fit"),
-    "SGD": (
-        lambda f: change_optimizer(
-            f, lambda o: o["state"].update({0: {"momentum_buffer": o["state"][0]["exp_avg"]}})
-        ),
+    "truncated": (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 99), "not a checkpoint"),
+    "another optimizer": (
+        lambda f: change_optimizer(f, lambda o: o["state"][0].pop("exp_avg")),
         "AdamW",
-    ),
-    "moments of other shapes": (
-        lambda f: change_optimizer(
-            f, lambda o: o["state"][0].update(exp_avg=o["state"][0]["exp_avg"][1:])
-        ),
-        "do not fit",
     ),
     "a group less": (lambda f: change_optimizer(f, lambda o: o["param_groups"].pop()), "AdamW"),
     "objects in the optimizer": (write_pickle, "Python objects"),

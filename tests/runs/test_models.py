@@ -6,21 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import FAULT, assert_close
+from conftest import FAULT, STRATEGIES, assert_close
 
-WORK = [
-    "--seq_length",
-    "64",
-    "--num_samples",
-    "12",
-    "--batch_size",
-    "2",
-    "--precision",
-    "fp32",
-    "--dropout",
-    "0",
-    "--no_eval",
-]
+WORK = (
+    "--seq_length 64 --num_samples 12 --batch_size 2 --precision fp32 --dropout 0 --no_eval"
+).split()
 TWO = {"launcher": "torchrun", "ranks": 2}
 
 
@@ -38,65 +28,38 @@ def test_random_weights_come_from_the_seed_and_are_the_same_for_every_strategy(
 ):
     work = ["--model", llama, "--from_scratch", "--dataset", text_file, *WORK]
     plain = script(*work, "--batch_size", "4")
-    assert_close(script(*work, "--strategy", "zero3", **TWO).losses, plain.losses, 1e-4)
-    assert_close(script(*work, "--strategy", "fsdp", **TWO).losses, plain.losses, 1e-4)
+    for strategy in ("zero3", "fsdp"):
+        assert_close(script(*work, "--strategy", strategy, **TWO).losses, plain.losses, 1e-4)
     assert script(*work, "--batch_size", "4", "--seed", "7").losses[0] != plain.losses[0]
 
 
 def test_gpt2_architecture_needs_no_hub_from_scratch(script):
-    env = {"HF_HUB_OFFLINE": "1"}
-    run = script(
-        "--model",
-        "gpt2",
-        "--from_scratch",
-        "--dataset",
-        "pydocs",
-        "--seq_length",
-        "16",
-        "--max_steps",
-        "1",
-        "--batch_size",
-        "1",
-        "--no_eval",
-        "--precision",
-        "fp32",
-        env=env,
-    )
+    work = (
+        "--model gpt2 --from_scratch --dataset pydocs --seq_length 16 --max_steps 1 --batch_size 1 "
+        "--no_eval --precision fp32"
+    ).split()
+    run = script(*work, env={"HF_HUB_OFFLINE": "1"})
     assert "124,439,808 parameters" in run.out
     assert "embedded" in run.out  # it says which tokenizer it took instead
     assert run.losses[0] == pytest.approx(10.9, abs=0.3)  # ln 50257 = 10.8
 
 
-@pytest.mark.parametrize(
-    "strategy", ["dp", *(pytest.param(s, marks=pytest.mark.soak) for s in ("zero3", "fsdp"))]
-)
+IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero3", "fsdp")]
+
+
+@pytest.mark.parametrize("strategy", ["dp", *IN_SOAK])
 def test_gradient_checkpointing_computes_again_and_changes_no_loss(
     script, llama, text_file, strategy
 ):
     # Many narrow activations and few logits: what is not kept shows in the peak.
-    work = [
-        "--model",
-        llama,
-        "--dataset",
-        text_file,
-        "--seq_length",
-        "128",
-        "--num_samples",
-        "96",
-        "--batch_size",
-        "48",
-        "--precision",
-        "fp32",
-        "--no_eval",
-        "--strategy",
-        strategy,
-    ]
+    work = (
+        f"--model {llama} --dataset {text_file} --seq_length 128 --num_samples 96 --batch_size 48 "
+        f"--precision fp32 --no_eval --strategy {strategy}"
+    ).split()
     plain, again = script(*work), script(*work, "--gradient_checkpointing")
     assert_close(again.losses, plain.losses, 1e-5)
-    assert (
-        again.results["memory"]["host_peak_bytes"][0]
-        < plain.results["memory"]["host_peak_bytes"][0] - 5e6
-    )
+    peaks = [run.results["memory"]["host_peak_bytes"][0] for run in (again, plain)]
+    assert peaks[0] < peaks[1] - 5e6
 
 
 def test_compile_compiles_and_changes_no_loss(script, tmp_path):
@@ -111,17 +74,13 @@ def test_deterministic_runs_are_equal_bit_for_bit(script):
 
 
 def test_deterministic_refuses_what_is_not(script):
-    """With torch's warn_only it would go on, and attention's backward pass on a GPU would not be
-    deterministic.
-    """
+    """With torch's warn_only attention's backward pass on a GPU would not be deterministic."""
     run = script(*WORK, "--deterministic", program=FAULT, env={"FAULT": "unordered:2"}, ok=False)
     assert run.code == 2 and "put_" in run.error and "run without --deterministic" in run.error
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "strategy", ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compile_under_every_strategy(script, strategy):
     plain = script(*WORK, "--strategy", strategy, **TWO)
     compiled = script(*WORK, "--strategy", strategy, "--compile", **TWO, timeout=600)
@@ -131,42 +90,24 @@ def test_compile_under_every_strategy(script, strategy):
 def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_file, tmp_path):
     from transformers import AutoTokenizer
 
-    for file in llama.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    grown_model = shutil.copytree(llama, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(grown_model)
     tokenizer.add_tokens(["<|user|>", "<|assistant|>", *(f"<|{i}|>" for i in range(60))])
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(grown_model)
     assert len(tokenizer) > 300
     base = script("--model", llama, "--dataset", text_file, *WORK)
-    assert "enlarged" not in base.out
-    grown = script("--model", tmp_path, "--dataset", text_file, *WORK)
-    assert "enlarged" in grown.out
-    assert grown.results["parameters"] == base.results["parameters"] + 2 * 64 * (
-        len(tokenizer) - 300
-    )
-    assert_close(
-        script("--model", tmp_path, "--dataset", text_file, *WORK, "--strategy", "zero3").losses,
-        grown.losses,
-        1e-4,
-    )
+    work = ["--model", grown_model, "--dataset", text_file, *WORK]
+    grown, sharded = script(*work), script(*work, "--strategy", "zero3")
+    assert "enlarged" not in base.out and "enlarged" in grown.out
+    new = 2 * 64 * (len(tokenizer) - 300)
+    assert grown.results["parameters"] == base.results["parameters"] + new
+    assert_close(sharded.losses, grown.losses, 1e-4)
 
 
 def test_dropout_changes_the_losses(script):
     """That it repeats with the seed, test_checkpoint.py shows."""
-    work = [
-        "--seq_length",
-        "32",
-        "--num_samples",
-        "8",
-        "--batch_size",
-        "2",
-        "--no_eval",
-        "--precision",
-        "fp32",
-    ]
-    without = script(*work).losses
-    with_dropout = script(*work, "--dropout", "0.3").losses
-    assert with_dropout[0] != without[0]
+    with_dropout = script(*WORK, "--dropout", "0.3", "--max_steps", "1")
+    assert with_dropout.losses[0] != script(*WORK, "--max_steps", "1").losses[0]
 
 
 @pytest.mark.parametrize(
@@ -178,21 +119,8 @@ def test_dropout_changes_the_losses(script):
     ],
 )
 def test_schedule_with_warm_up(script, scheduler, rates):
-    run = script(
-        "--seq_length",
-        "32",
-        "--max_steps",
-        "5",
-        "--batch_size",
-        "1",
-        "--lr",
-        "1e-3",
-        "--warmup_steps",
-        "1",
-        "--lr_scheduler",
-        scheduler,
-        "--no_eval",
-    )
+    work = "--seq_length 32 --max_steps 5 --batch_size 1 --lr 1e-3 --warmup_steps 1 --no_eval"
+    run = script(*work.split(), "--lr_scheduler", scheduler)
     assert [record["lr"] for record in run.metrics] == pytest.approx(rates, rel=1e-4)
 
 
@@ -210,9 +138,8 @@ def code_in_a_module(folder: Path, marker: Path) -> None:
     """The configuration refers to a module in the folder, as models with code of their own do."""
     config = json.loads((folder / "config.json").read_text())
     names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    (folder / "config.json").write_text(
-        json.dumps({**config, "model_type": "evil", "auto_map": names})
-    )
+    config |= {"model_type": "evil", "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
 
 
@@ -225,19 +152,8 @@ def code_in_pickled_weights(folder: Path, marker: Path) -> None:
 @pytest.mark.attack
 @pytest.mark.parametrize("attack", [code_in_a_module, code_in_pickled_weights])
 def test_nothing_in_a_model_folder_is_executed(script, llama, tmp_path, attack):
-    folder, marker = tmp_path / "model", tmp_path / "executed"
-    shutil.copytree(llama, folder)
+    folder, marker = shutil.copytree(llama, tmp_path / "model"), tmp_path / "executed"
     attack(folder, marker)
-    run = script(
-        "--model",
-        folder,
-        "--dataset",
-        "pydocs",
-        "--seq_length",
-        "32",
-        "--max_steps",
-        "1",
-        ok=False,
-        timeout=90,
-    )
+    work = f"--model {folder} --dataset pydocs --seq_length 32 --max_steps 1".split()
+    run = script(*work, ok=False, timeout=90)
     assert run.code != 0 and run.error and not marker.exists()

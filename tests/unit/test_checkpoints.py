@@ -1,6 +1,5 @@
 """Checkpoints of a model of one layer, saved and loaded in this process."""
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -15,6 +14,8 @@ from support.cli.parse import parse_arguments
 from support.strategies import gradients, optimizer_shards
 from support.strategies.optimizer_shards import sharded_state
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def ctx():
@@ -22,23 +23,22 @@ def ctx():
         yield context
 
 
-def trained_layer() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
-    """A layer after one update."""
+def updated(create, inputs=80, outputs=64) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    """A layer after one update; by default large enough for 8-bit moments of its matrix."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
+    model = torch.nn.Linear(inputs, outputs)
+    optimizer = create(model.parameters())
+    model(torch.randn(4, inputs)).square().sum().backward()
     optimizer.step()
     return model, optimizer
 
 
 @pytest.fixture
 def manager(ctx, tmp_path, monkeypatch):
-    """A CheckpointManager of that layer, in tmp_path."""
-    model, optimizer = trained_layer()
-    objects = checkpoint.TrainingObjects(
-        model, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, torch.zeros(())
-    )
+    """A CheckpointManager of a layer, in tmp_path."""
+    model, optimizer = updated(torch.optim.AdamW, 3, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    objects = checkpoint.TrainingObjects(model, optimizer, scaler, None, torch.zeros(()))
     args = parse_arguments(["--resume", "--output_dir", str(tmp_path)])
     same = {"hard": {}, "soft": {}, "told": {}}
     monkeypatch.setattr(checkpoint, "run_signature", lambda *_: same)
@@ -69,41 +69,24 @@ def test_checkpoint_is_kept_if_latest_cannot_be_written(
     manager, ctx, tmp_path, monkeypatch, capsys
 ):
     """The checkpoint is complete by then, and training continues."""
-    calls = []
-
-    @contextlib.contextmanager
-    def around_save():
-        calls.append("before")
-        yield
-        calls.append("after")
-
-    manager.around_save = around_save
 
     def full_disk(path, text):
-        assert path.name == "latest"
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(checkpoint.atomic, "write_text", full_disk)
     manager.save(counters(1))
     [notice] = [line for line in capsys.readouterr().out.splitlines() if "latest" in line]
-    assert "complete" in notice and "No space left" in notice
-    assert calls == ["before", "after"] and len(manager.seconds) == 1
-    assert [path.name for path in manager.folder.iterdir()] == ["step-00000001"]
+    assert "complete" in notice and "No space left" in notice and len(manager.seconds) == 1
     assert find_checkpoint(manager.args, ctx, tmp_path)[0] == manager.folder / "step-00000001"
 
 
-@pytest.mark.parametrize("elements", [1, 4, 6, 100])
-def test_pieces_are_distributed_over_files(tmp_path, monkeypatch, elements):
+@pytest.mark.parametrize("elements", [1, 6, 100])
+def test_pieces_are_distributed_over_files(ctx, tmp_path, monkeypatch, elements):
     """Each file has at most `elements` elements, and any distribution is read as the same tensors."""
     monkeypatch.setattr("support.checkpoints.tensors.PIECE_FILE_BYTES", 12 * elements)
-    model, optimizer = trained_layer()
-    state = sharded_state(model, optimizer, torch.device("cpu"))
-    writer = PieceWriter(tmp_path)
-    for shard in state.shards:
-        with state.open(shard) as tensors:
-            for piece in shard.pieces:
-                writer.add(piece.name, piece.start, tensors)
-    writer.flush()
+    model, optimizer = updated(torch.optim.AdamW, 3, 2)
+    state, writer = sharded_state(model, optimizer, CPU), PieceWriter(tmp_path)
+    write_shards(writer, state, 1)
     assert len(writer.files) == -(-8 // elements)
     before = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
@@ -113,16 +96,6 @@ def test_pieces_are_distributed_over_files(tmp_path, monkeypatch, elements):
     assert all(torch.equal(p, saved) for p, saved in zip(model.parameters(), before, strict=True))
 
 
-def updated(create) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
-    """A layer after one update, large enough for 8-bit moments of its matrix."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(80, 64)
-    optimizer = create(model.parameters())
-    model(torch.randn(4, 80)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 def test_rows_and_columns_of_adafactor_are_restored(ctx):
     from transformers.optimization import Adafactor
 
@@ -130,16 +103,15 @@ def test_rows_and_columns_of_adafactor_are_restored(ctx):
         return Adafactor(parameters, lr=0.1, scale_parameter=False, relative_step=False)
 
     (first, optimizer), (second, fresh) = updated(create), updated(create)
-    saved = sharded_state(first, optimizer, torch.device("cpu")).adafactor_states()
-    saved = {name: value.clone() for name, value in saved.items()}
+    saved = sharded_state(first, optimizer, CPU).adafactor_states()
     assert {name: tuple(value.shape) for name, value in saved.items()} == {
         "weight/exp_avg_sq_row": (64,),
         "weight/exp_avg_sq_col": (80,),
         "bias/exp_avg_sq": (64,),
     }
     fresh.state.clear()
-    state = sharded_state(second, fresh, torch.device("cpu"))
-    state.load_adafactor_states(saved)
+    state = sharded_state(second, fresh, CPU)
+    state.load_adafactor_states({name: value.clone() for name, value in saved.items()})
     state.set_adam_step(1)
     for model, its_optimizer in ((first, optimizer), (second, fresh)):
         model(torch.ones(4, 80)).square().sum().backward()
@@ -153,15 +125,14 @@ def test_8bit_moments_are_the_same_after_a_save_and_a_load(ctx, tmp_path, monkey
     monkeypatch.setattr(optimizer_shards, "PART_8BIT", 2 * optimizer_shards.BLOCK_8BIT)
     (first, optimizer), (second, fresh) = (updated(bnb.optim.AdamW8bit) for _ in range(2))
     writer = PieceWriter(tmp_path)
-    write_shards(writer, sharded_state(first, optimizer, torch.device("cpu")), 1)
+    write_shards(writer, sharded_state(first, optimizer, CPU), 1)
     fresh.state.clear()
-    state = sharded_state(second, fresh, torch.device("cpu"))
+    state = sharded_state(second, fresh, CPU)
     read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": 1}, state)
     for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
         found, expected = fresh.state[mine], optimizer.state[theirs]
         assert found.keys() == expected.keys() and found["step"] == 1
-        for kind in ("state1", "state2"):
-            assert torch.equal(found[kind], expected[kind])
+        assert all(torch.equal(found[kind], expected[kind]) for kind in ("state1", "state2"))
     assert fresh.state[second.weight]["state1"].dtype == torch.uint8
 
 
@@ -187,7 +158,7 @@ class Stage3:
 @pytest.mark.parametrize("write", [False, True])
 def test_swap_buffers_are_released_after_an_error(ctx, write):
     wrapper = Stage3()
-    state = sharded_state(torch.nn.Module(), wrapper, torch.device("cpu"))
+    state = sharded_state(torch.nn.Module(), wrapper, CPU)
     with pytest.raises(OSError), state.open(state.shards[0], write=write):
         raise OSError("the disk is full")
     assert wrapper.calls == ["_optimizer_states_and_gradient_swap_in", "_release_swap_buffers"]
@@ -195,13 +166,11 @@ def test_swap_buffers_are_released_after_an_error(ctx, write):
 
 def test_loss_scaler_of_pytorch():
     """fp16 needs a GPU; restoring the scaler's state does not."""
-
-    def scaler(**options):
-        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, **options)
-
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    first, second = scaler(), scaler()
+    first, second = (
+        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) for _ in range(2)
+    )
     for factor in (1.0, float("inf"), 1.0, 1.0):  # one step overflows
         first.scale(weight.sum() * factor).backward()
         first.step(optimizer)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from support.data.chat import prompt_of
 from support.errors import UserError
-from support.model.card import model_card
+from support.model.export import model_card
 from support.report.run import Run
 
 TEMPLATE = (
