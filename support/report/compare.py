@@ -7,14 +7,14 @@ the numbers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError
@@ -35,7 +35,6 @@ LASTING_STEPS = 5
 # The control does the same work as the reference. If its speed differs by more than this share,
 # other load on the machine has changed the speeds.
 LARGEST_SPEED_CHANGE = 0.15
-TRAINER_STATE = "trainer_state.json"
 TRAINER_DECIMALS = 4  # to which transformers before 5.0 rounds the losses that it logs
 
 # Keys of results.json that must be equal in all runs of a comparison of strategies.
@@ -48,7 +47,7 @@ SAME_WORK = """
 # torchrun's report lists the ranks that exited. The one that was killed need not be the first:
 # torchrun may name as the cause another rank, which failed because its connection broke.
 KILLED = re.compile(r"exitcode\s*: -9 ")
-# What reading a number from a damaged results.json may raise.
+# What reading a number from an edited results.json may raise.
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -61,10 +60,7 @@ def tolerance_of(precision: str, on_gpu: bool) -> float:
 
 
 def lasting_steps(precision: str | None, on_cpu: bool) -> int:
-    """Return the number of steps over which a difference between losses is the median.
-
-    It is 1 for fp32 on a CPU, where rounding is small enough to judge each step separately.
-    """
+    """Return the number of steps over which a difference between losses is the median."""
     return 1 if precision == "fp32" and on_cpu else LASTING_STEPS
 
 
@@ -83,8 +79,7 @@ def lookup(results: Any, key: str) -> Any:
 # ------------------------------------------------------------------------------------------ one run
 
 
-@dataclass
-class Span:
+class Span(NamedTuple):
     """The mean loss of the steps after `start` up to `end`; of one step in our own runs."""
 
     start: int
@@ -101,6 +96,7 @@ class RecordedRun:
     # completed, skipped, oom, timeout, failed, interrupted, other_work, or as in results.json
     status: str = "completed"
     reason: str = ""  # why the run did not complete
+    records: list[dict] = field(default_factory=list)  # of metrics.jsonl, or Trainer's log_history
     spans: list[Span] = field(default_factory=list)  # training losses in the order of the steps
     evaluations: dict[int, float] = field(default_factory=dict)  # the losses, by step
     lrs: dict[int, float] = field(default_factory=dict)  # the learning rates, by step
@@ -116,10 +112,6 @@ class RecordedRun:
     @property
     def of_trainer(self) -> bool:
         return self.place.is_file()
-
-    @property
-    def command(self) -> str:
-        return read_text(self.place / "command.txt").strip() or str(self.results.get("command", ""))
 
     @property
     def kept(self) -> bool:
@@ -142,45 +134,17 @@ def read_run(path: Path) -> RecordedRun:
     Raises:
         UserError: there is no run.
     """
-    if path.is_file() and path.name in ("results.json", "metrics.jsonl"):
+    if path.name in ("results.json", "metrics.jsonl"):
         path = path.parent
-    if path.is_file():
-        return _read_trainer(path)
-    if not any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
-        state = newest_of_trainer(path) / TRAINER_STATE
-        if state.is_file():
-            return _read_trainer(state)
-        known = f"an output folder with results.json and metrics.jsonl, or a {TRAINER_STATE}"
+    if any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
+        return read_folder(path)
+    file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"
+    state = read_json(file)
+    if not isinstance(state.get("log_history"), list):
+        known = "an output folder with results.json and metrics.jsonl, or a trainer_state.json"
         raise UserError(f"{shown(path)} is no run: name {known}.")
-    return read_folder(path)
-
-
-def read_folder(path: Path) -> RecordedRun:
-    """Read the output folder of a run; files that are missing or damaged are left out."""
-    run = RecordedRun(path, read_json(path / "results.json"))
-    try:
-        records, unreadable = read_metrics(path / "metrics.jsonl")
-    except OSError:
-        records, unreadable = [], []
-    _add_records(run, records)
-    run.unreadable = len(unreadable)
-    run.facts = facts_of(run.results)
-    run.status, run.reason = _status(run)
-    try:
-        run.numbers = numbers_of(run.results)
-    except DAMAGE as error:
-        if run.completed:
-            run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
-    return run
-
-
-def _read_trainer(path: Path) -> RecordedRun:
-    state = read_json(path)
-    history = state.get("log_history")
-    if not isinstance(history, list):
-        raise UserError(f"{shown(path)} has no log_history: is it the file of a Trainer?")
-    run = RecordedRun(path)
-    _add_records(run, [record for record in history if isinstance(record, dict)])
+    run = RecordedRun(file, records=state["log_history"])
+    _read_records(run)
     losses = [span.loss for span in run.spans]
     if all(round(loss, TRAINER_DECIMALS) == loss for loss in losses if math.isfinite(loss)):
         run.slack = 0.5 * 10**-TRAINER_DECIMALS
@@ -190,30 +154,40 @@ def _read_trainer(path: Path) -> RecordedRun:
     return run
 
 
-def _add_records(run: RecordedRun, records: list[dict]) -> None:
-    """Add the losses of metrics.jsonl or of a log_history.
+def read_folder(path: Path) -> RecordedRun:
+    """Read the output folder of a run; files that are missing or damaged are left out."""
+    run = RecordedRun(path, read_json(path / "results.json"))
+    with contextlib.suppress(OSError):
+        run.records, unreadable = read_metrics(path / "metrics.jsonl")
+        run.unreadable = len(unreadable)
+    _read_records(run)
+    run.status, run.reason = _status(run)
+    try:
+        run.facts = facts_of(run.results)
+        run.numbers = numbers_of(run.results)
+    except DAMAGE as error:
+        if run.completed:
+            run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
+    return run
 
-    A resumed run may repeat steps: the later record counts.
-    """
-    for record in records:
-        step = record.get("step")
-        if type(step) is not int:
-            continue
-        if isinstance(record.get("eval_loss"), int | float):
-            run.evaluations[step] = record["eval_loss"]
-        if "loss" not in record or step < 1:
+
+def _read_records(run: RecordedRun) -> None:
+    """Fill in the losses and learning rates; of a repeated step the later record counts."""
+    for record in run.records:
+        # null: NaN and infinity have no other form in JSON.
+        found = {key: math.nan if value is None else value for key, value in record.items()}
+        step: int = record["step"]
+        if "eval_loss" in found:
+            run.evaluations[step] = found["eval_loss"]
+        if "loss" not in found:
             continue
         while run.spans and run.spans[-1].end >= step:
             run.spans.pop()
         start = step - 1
         if run.of_trainer:  # its loss is the mean since the last record
             start = run.spans[-1].end if run.spans else 0
-        # null: NaN and infinity have no other form in JSON.
-        loss = record["loss"] if isinstance(record["loss"], int | float) else math.nan
-        run.spans.append(Span(start, step, loss))
-        lr = record.get("learning_rate" if run.of_trainer else "lr")
-        if isinstance(lr, int | float):
-            run.lrs[step] = lr
+        run.spans.append(Span(start, step, found["loss"]))
+        run.lrs[step] = found.get("learning_rate", found.get("lr", math.nan))
 
 
 def _status(run: RecordedRun) -> tuple[str, str]:
@@ -221,26 +195,24 @@ def _status(run: RecordedRun) -> tuple[str, str]:
 
     These are outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
     """
-    folder, results = run.place, run.results
-    outcome, _, number = read_text(folder / "outcome.txt").strip().partition(" ")
+    results = run.results
+    outcome, _, number = read_text(run.place / "outcome.txt").strip().partition(" ")
     if outcome == "timeout":
         return "timeout", f"not finished after {number} s"
     if outcome == "interrupted":
         return "interrupted", "stopped by the user"
-    written_status = results.get("status")
-    if written_status == "completed" and number in ("0", ""):
+    if results.get("status") == "completed" and number in ("0", ""):
         return "completed", ""
-    log = read_text(folder / "log.txt")
+    log = read_text(run.place / "log.txt")
     if KILLED.search(log):
         sender = "which the kernel sends when the host has no memory left"
         return "oom", f"a rank was killed by SIGKILL, {sender}"
-    code = f"ended with exit code {number or 'unknown'}" if outcome else ""
-    reason = str(results.get("reason") or last_error(log) or code)
+    reason = str(results.get("reason") or last_error(log) or (outcome and f"exit code {number}"))
     if results.get("error_kind") == "missing_requirement":
         return "skipped", reason
-    if outcome and written_status != "oom":
+    if outcome and results.get("status") != "oom":
         return "failed", reason
-    return str(written_status or "unknown"), reason
+    return results.get("status") or "unknown", reason
 
 
 def last_error(log: str) -> str:
@@ -255,11 +227,7 @@ def last_error(log: str) -> str:
 
 def read_text(path: Path) -> str:
     """Return the text of a file; "" if there is none."""
-    # Only regular files: reading a pipe would block.
-    try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    except OSError:
-        return ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def read_json(path: Path) -> dict:
@@ -269,14 +237,6 @@ def read_json(path: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def read_json_lines(path: Path) -> list[dict]:
-    """Return the readable records of metrics.jsonl; [] if there is no such file."""
-    try:
-        return read_metrics(path)[0]
-    except OSError:
-        return []
 
 
 # -------------------------------------------------------------------------------- numbers of a run
@@ -297,7 +257,6 @@ def numbers_of(results: dict) -> dict[str, Any]:
         zip(*by_rank, strict=True), key=lambda rank: sum(rank[0][kind] for kind in kinds)
     )
     planned = memory.get("predicted_bytes")
-    strategy = STRATEGIES[results["strategy"]]
     numbers = {
         "memory_bytes": max(memory["peak_bytes"]) if on_gpu else state_bytes(device),
         "planned_bytes": planned and (planned["peak"] if on_gpu else state_bytes(planned)),
@@ -310,45 +269,39 @@ def numbers_of(results: dict) -> dict[str, Any]:
         "nvme_bytes": memory["nvme_bytes"],
     }
     steps = memory.get("step_bytes_by_rank") or [None]
-    if steps[0] and (on_gpu or not strategy.offloads):
+    if steps[0] and (on_gpu or not STRATEGIES[results["strategy"]].offloads):
         numbers["step_peak_bytes"] = max(phase["peak"] for s in steps for phase in s.values())
-    if not results.get("simulated_world_size"):
-        numbers |= _speed_of(results)
-        numbers["final_loss"] = float(results["train_loss_last"])
-        numbers["collectives"] = collectives = results.get("communication_per_step") or {}
-        numbers["sent_bytes"] = results.get("communication_bytes_per_step")
-        if results["world_size"] > 1 and collectives:
-            numbers["volume"] = sum(volumes(collectives, results["parameters"]).values())
-    return numbers
-
-
-def _speed_of(results: dict) -> dict[str, Any]:
-    """Return the throughput of a run, with the spread of its steps: the middle 80 percent."""
+    if results.get("simulated_world_size"):
+        return numbers
+    collectives = results.get("communication_per_step") or {}
+    if results["world_size"] > 1 and collectives:
+        numbers["volume"] = volume_of(collectives, results["parameters"])
+    # The spread of the speed is that of the middle 80 percent of the steps.
     speed, seconds = float(results["samples_per_second"]), results["step_seconds"]
-    return {
+    return numbers | {
         "samples_per_second": speed,
         "samples_per_second_low": speed * min(1.0, seconds["median"] / seconds["p90"]),
         "samples_per_second_high": speed * max(1.0, seconds["median"] / seconds["p10"]),
         "tokens_per_second_per_gpu": float(results["tokens_per_second_per_gpu"]),
         "phases_seconds": dict(results["step_phases_seconds"]),
+        "final_loss": float(results["train_loss_last"]),
+        "collectives": collectives,
+        "sent_bytes": results.get("communication_bytes_per_step"),
     }
 
 
-def volumes(collectives: dict, parameters: int) -> dict[str, float]:
-    """Return the volume of each kind of collective in units of P, the number of parameters.
+def volume_of(collectives: dict, parameters: int) -> float:
+    """Return the volume of the collectives in units of P, the number of parameters.
 
     The volume is the number of elements of any type, counted twice for an all-reduce, as in the
     ZeRO paper (arXiv 1910.02054, section 7).
-
-    Returns:
-        {"all_gather": …, "all_reduce": …, …}
     """
-    totals: dict[str, float] = defaultdict(float)
+    total = 0.0
     for name, entry in collectives.items():
         kind, dtype = name.split(" ")
-        elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1) / parameters
-        totals[kind] += elements * (2 if kind == "all_reduce" else 1)
-    return totals
+        elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1)
+        total += elements * (2 if kind == "all_reduce" else 1) / parameters
+    return total
 
 
 def medians(values: list[Any]) -> Any:
@@ -363,8 +316,7 @@ def medians(values: list[Any]) -> Any:
 # ---------------------------------------------------------------------------------- the comparison
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A loss of the reference (a) and of a run (b): of one step, or a mean of several steps."""
 
     first: int
@@ -377,11 +329,6 @@ class Point:
     def steps(self) -> str:
         one = self.first == self.last
         return f"step {self.last:,}" if one else f"steps {self.first:,} to {self.last:,} (means)"
-
-    @property
-    def losses(self) -> str:
-        digits = ".4f" if self.relative > 1e-4 else ".8g"
-        return f"{self.a:{digits}} and {self.b:{digits}}, {self.relative:.1e} relative"
 
 
 # The numbers of a row: those of `numbers_of`, and those relative to the reference.
@@ -402,11 +349,9 @@ class Row:
     numbers: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))
     points: list[Point] = field(default_factory=list)  # losses of the steps that the reference has
     evaluations: list[Point] = field(default_factory=list)
-    first: Point | None = None  # the first loss beyond the tolerance
-    first_evaluation: Point | None = None
+    # The first loss beyond the tolerance; or, if all training losses agree, the first evaluation.
+    first: Point | None = None
     differences: list[Difference] = field(default_factory=list)  # of facts
-    tolerance: float = 0.0  # largest relative difference of an equal loss
-    lasting: int = 1  # number of steps over which a loss difference is the median
 
     @property
     def completed(self) -> list[RecordedRun]:
@@ -422,13 +367,7 @@ class Row:
         return next((run.reason for run in self.runs if not run.completed), "")
 
     @property
-    def failed(self) -> bool:
-        """Whether the row neither completed nor was skipped; a skip is not a failure."""
-        return self.status not in ("completed", "skipped")
-
-    @property
     def measured(self) -> bool:
-        """Whether the row has numbers."""
         return self.numbers["memory_bytes"] is not None
 
     @property
@@ -440,23 +379,20 @@ class Row:
         """The loss that differs most from the reference's."""
         return max(self.points, key=lambda point: point.relative, default=None)
 
-    @property
-    def departs(self) -> bool:
-        return bool(self.first or self.first_evaluation)
+    def causes(self, lasting: int) -> list[Difference]:
+        """Return the differences that explain the first differing loss, the most likely first.
 
-    @property
-    def causes(self) -> list[Difference]:
-        """Differences that explain the first differing loss, the most likely first.
+        What can change step 1 would have been seen there: of several causes, those that begin to
+        have an effect just before the first differing step come first.
 
-        Without a differing training loss, those that explain a differing evaluation. What can
-        change step 1 would have been seen there: of several causes, those that begin to have an
-        effect just before the first differing step come first.
+        Args:
+            lasting: see `Comparison`; the first medians share their steps.
         """
         if self.first is None:
-            on = "evaluations" if self.first_evaluation else ""
-            return [entry for entry in self.differences if entry.effect.on == on]
-        found = [entry for entry in self.differences if entry.effect.on == "losses"]
-        latest = self.first.last + self.lasting - 1  # the first medians share their steps
+            return []
+        on = "losses" if self.first in self.points else "evaluations"
+        latest = self.first.last + lasting - 1
+        found = [entry for entry in self.differences if entry.effect.on == on]
         found = [entry for entry in found if entry.effect.first_step <= latest]
         return sorted(found, key=lambda entry: -entry.effect.first_step)
 
@@ -477,11 +413,14 @@ class Comparison:
     control: Row | None = None
 
     @property
+    def base(self) -> RecordedRun | None:
+        """The run that all runs are compared with."""
+        return (self.reference.completed or self.reference.runs)[0] if self.reference else None
+
+    @property
     def facts(self) -> dict:
-        """results.json of the reference's first run, or {}."""
-        return (
-            (self.reference.completed or self.reference.runs)[0].results if self.reference else {}
-        )
+        """results.json of the base, or {}."""
+        return self.base.results if self.base else {}
 
     @property
     def work(self) -> dict:
@@ -497,10 +436,6 @@ class Comparison:
         return self.facts.get("device") == "cuda"
 
     @property
-    def repeated(self) -> bool:
-        return any(len(row.runs) > 1 for row in self.rows)
-
-    @property
     def compared(self) -> list[Row]:
         """Rows other than the reference with a loss that could be compared."""
         rows = [row for row in self.rows if row is not self.reference]
@@ -509,7 +444,7 @@ class Comparison:
     @property
     def departing(self) -> list[Row]:
         """Rows whose losses differ by more than the tolerance."""
-        return [row for row in self.rows if row.departs]
+        return [row for row in self.rows if row.first]
 
     @property
     def same_model(self) -> bool | None:
@@ -519,7 +454,7 @@ class Comparison:
     @property
     def speeds_are_comparable(self) -> bool:
         """Whether neither the control nor RESUME=1 indicates that the load differed."""
-        if self.control and self.control.measured and self.control.numbers["speed"]:
+        if self.control and self.control.numbers["speed"]:
             return abs(self.control.numbers["speed"] - 1) <= LARGEST_SPEED_CHANGE
         return len({row.kept for row in self.rows if row.completed}) < 2
 
@@ -528,7 +463,7 @@ class Comparison:
         """1 if a loss differs, a strategy failed or nothing could be compared; else 0."""
         if not self.of_strategies:
             return 0 if self.same_model and len(self.compared) == len(self.rows) - 1 else 1
-        failed = any(row.failed for row in self.rows)
+        failed = any(row.status not in ("completed", "skipped") for row in self.rows)
         return int(self.reference is None or bool(self.departing) or failed)
 
 
@@ -537,7 +472,6 @@ def compare_runs(runs: list[RecordedRun], tolerance: float) -> Comparison:
     rows = [Row(name, [run]) for name, run in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", runs, strict=False)]
     comparison = Comparison(" ".join(str(run.place) for run in runs), rows, rows[0], tolerance)
     for row in rows:
-        _measure(row)
         _compare(row, comparison)
     return comparison
 
@@ -554,9 +488,9 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     names = [n for n in STRATEGIES if n in planned_names or (folder / n).is_dir()]
     rows = [_read_row(folder / name) for name in names]
     reference = next((row for row in rows if row.completed), None)
-    cap = read_text(folder / "step_cap.txt").strip()
     comparison = Comparison(folder.resolve().name, rows, reference, tolerance, of_strategies=True)
-    comparison.step_cap = int(cap) if cap.isdecimal() else None
+    if cap := read_text(folder / "step_cap.txt").strip():
+        comparison.step_cap = int(cap)
     if reference is None:
         return comparison
     precision = comparison.facts["precision"]
@@ -569,7 +503,6 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
                 if (value := lookup(run.results, key)) != expected:
                     run.status = "other_work"
                     run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
-        _measure(row)
         _compare(row, comparison)
     comparison.control = control if control.completed else None
     return comparison
@@ -586,8 +519,6 @@ def read_strategy_run(folder: Path) -> RecordedRun:
     run = read_folder(folder)
     if run.completed and not run.numbers:
         run.status, run.reason = "failed", f"{run.reason}: was it edited, or made by --eval_only?"
-    elif run.completed and run.results.get("precision") not in TOLERANCES:
-        run.status, run.reason = "failed", "results.json lacks the precision"
     elif run.completed and not run.results.get("simulated_world_size"):
         if [span.end for span in run.spans] != [*range(1, run.results.get("steps", 0) + 1)]:
             run.status, run.reason = "failed", "metrics.jsonl does not hold every step"
@@ -596,61 +527,45 @@ def read_strategy_run(folder: Path) -> RecordedRun:
     return run
 
 
-def _measure(row: Row) -> None:
-    """Fill in the medians over the row's completed runs."""
-    measured = [run.numbers for run in row.completed if run.numbers]
-    if not measured:
-        return
-    row.numbers |= {key: medians([run.get(key) for run in measured]) for key in measured[0]}
-    if len(measured) > 1 and row.numbers["samples_per_second"] is not None:
-        speeds = [run["samples_per_second"] for run in measured]
-        row.numbers |= {"samples_per_second_low": min(speeds)}
-        row.numbers |= {"samples_per_second_high": max(speeds)}
-
-
 def _compare(row: Row, comparison: Comparison) -> None:
-    """Fill in what is relative to the reference."""
-    reference, numbers = comparison.reference, row.numbers
+    """Fill in the medians of the row's completed runs, and what is relative to the reference."""
+    numbers, reference, base = row.numbers, comparison.reference, comparison.base
+    assert reference and base and comparison.tolerance is not None
+    if measured := [run.numbers for run in row.completed if run.numbers]:
+        numbers |= {key: medians([run.get(key) for run in measured]) for key in measured[0]}
+    if len(measured) > 1 and not comparison.simulated:
+        speeds = [run["samples_per_second"] for run in measured]
+        numbers |= {"samples_per_second_low": min(speeds), "samples_per_second_high": max(speeds)}
     runs = row.completed if comparison.of_strategies else row.runs
-    if reference is None or comparison.tolerance is None or not runs:
-        return
-    base, tolerance = (reference.completed or reference.runs)[0], comparison.tolerance
-    row.tolerance, row.lasting = tolerance, comparison.lasting
     for run in runs:
         row.points += points_of(base, run, comparison.lasting)
         both = sorted(base.evaluations.keys() & run.evaluations.keys())
         pairs = [(step, base.evaluations[step], run.evaluations[step]) for step in both]
         row.evaluations += [Point(n, n, a, b, relative(a, b)) for n, a, b in pairs]
-    beyond = [point for point in row.points if point.relative > tolerance]
-    row.first = min(beyond, key=lambda point: point.last, default=None)
-    row.first_evaluation = next((p for p in row.evaluations if p.relative > tolerance), None)
-    row.differences = compare_facts(base, runs[0])
+        row.differences = row.differences or compare_facts(base, run)
+    for points in (row.evaluations, row.points):
+        beyond = [point for point in points if point.relative > comparison.tolerance]
+        row.first = min(beyond, key=lambda point: point.last, default=row.first)
     if row.largest:
         numbers |= {"difference": row.largest.relative, "difference_step": row.largest.last}
-    if row.first:
+    if row.first in row.points:
         numbers |= {"departs_at": row.first.last, "departing_loss": row.first.b}
     if not (row.measured and reference.measured):
         return
-    sharded = STRATEGIES[runs[0].results["strategy"]]
     ranks = base.results.get("simulated_world_size") or base.results["world_size"]
-    if (
-        row is not reference
-        and reference.numbers["memory_bytes"]
-        and (ranks > 1 or sharded.offloads)
-    ):
+    shards = ranks > 1 or STRATEGIES[runs[0].results["strategy"]].offloads
+    if row is not reference and reference.numbers["memory_bytes"] and shards:
         numbers["saved"] = 1 - numbers["memory_bytes"] / reference.numbers["memory_bytes"]
     if speed := reference.numbers["samples_per_second"]:
         for suffix in ("", "_low", "_high"):
-            if (value := numbers[f"samples_per_second{suffix}"]) is not None:
-                numbers[f"speed{suffix}"] = value / speed
+            numbers[f"speed{suffix}"] = numbers[f"samples_per_second{suffix}"] / speed
 
 
 def compare_facts(a: RecordedRun, b: RecordedRun) -> list[Difference]:
     """Return what differs between two runs; of a run of Trainer only what both recorded."""
     different_kinds = a.of_trainer != b.of_trainer
     # A run of an earlier version recorded no flags, one that failed early no run signature.
-    keys = ("flags", "run_signature")
-    complete = all(isinstance(run.results.get(key), dict) for run in (a, b) for key in keys)
+    complete = all(run.results.get(key) for run in (a, b) for key in ("flags", "run_signature"))
     steps = sorted(a.lrs.keys() & b.lrs.keys())
     rate = None
     if steps and not different_kinds:
@@ -692,15 +607,11 @@ def points_of(reference: RecordedRun, run: RecordedRun, lasting: int = 1) -> lis
 
 
 def _mean_loss(spans: dict[int, Span], start: int, end: int) -> float | None:
-    """Return the mean loss of the steps after `start` up to `end`; None if one has no loss.
-
-    Args:
-        spans: by their start.
-    """
+    """Return the mean loss of the steps after `start` up to `end`; None if one has no loss."""
     total, step = 0.0, start
     while step < end:
-        if (span := spans.get(step)) is None:
+        if step not in spans:
             return None
-        total += span.loss * (span.end - span.start)
-        step = span.end
+        total += spans[step].loss * (spans[step].end - step)
+        step = spans[step].end
     return total / (end - start)

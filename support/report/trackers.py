@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from support.cli.paths import EVENT_FILES
 from support.cluster.context import DistContext
 from support.console import Console
 from support.errors import UserError, explain, first_line
-from support.files.atomic import open_regular, set_aside, write_text
+from support.files.atomic import write_text
 from support.redaction import redact_value
 from support.units import GB
 
@@ -29,11 +28,9 @@ CURVES = {
 
 
 class TensorBoard:
-    """Event files in a folder; a resumed run continues the curves at its checkpoint.
+    """Event files in a folder; a resumed run continues the curves at its checkpoint."""
 
-    Args:
-        arguments: flag -> value, logged as a table.
-    """
+    errors: tuple[type[Exception], ...] = (OSError,)  # a full disk
 
     def __init__(self, folder: Path, step: int, arguments: dict):
         from torch.utils.tensorboard import SummaryWriter
@@ -42,7 +39,8 @@ class TensorBoard:
         # that earlier event files have of them; of a run that starts at step 0, all points.
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
         table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
-        self._writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
+        self.text(step, "arguments", f"| flag | value |\n| --- | --- |\n{table}")
+        self.flush, self.close = self._writer.flush, self._writer.close
 
     def curves(self, step: int, values: dict[str, float]) -> None:
         """Log one point of each curve."""
@@ -53,46 +51,32 @@ class TensorBoard:
         """Log a text under a name."""
         self._writer.add_text(name, text, step)
 
-    def flush(self) -> None:
-        """Write the buffered points to disk; called when a run fails."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write the buffered points and close the event file."""
-        self._writer.close()
-
 
 class WandB:
     """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
 
-    A resumed run continues the same wandb run.
-
     Args:
-        arguments: flag -> value, shown as the run's configuration.
-        labels: further arguments of `wandb.init`: name, tags, and project, or None (see
-            `wandb_run_of`).
+        labels: arguments of `wandb.init`: id, project, name and tags.
     Raises:
         UserError: wandb could not start, for example for lack of an account or a network.
     """
 
-    def __init__(self, folder: Path, step: int, arguments: dict, labels: dict):
+    def __init__(self, folder: Path, arguments: dict, labels: dict):
         import wandb
 
-        identifier, labels["project"] = wandb_run_of(folder, step, labels["project"])
+        # A lost connection, or a full disk; ValueError: a setting in the environment
+        self.errors = (OSError, wandb.Error, ValueError)
         try:
+            settings = wandb.Settings(silent=True, console="off", login_timeout=30)
             self._run = wandb.init(
-                **labels,
-                id=identifier,
-                resume="allow",
-                dir=str(folder),
-                config=arguments,
-                settings=wandb.Settings(silent=True, console="off", login_timeout=30),
+                **labels, resume="allow", dir=str(folder), config=arguments, settings=settings
             )
-        except Exception as error:  # many types, all about the account or the network
+        except self.errors as error:
             raise UserError(
                 f"--report_to wandb: {first_line(error).rstrip('.')}. "
                 "Log in with `wandb login`, or set WANDB_MODE=offline."
             ) from error
+        self.close = self._run.finish
 
     def curves(self, step: int, values: dict[str, float]) -> None:
         """Log one point of each curve."""
@@ -102,51 +86,34 @@ class WandB:
         """Store a text under a name in the run's summary."""
         self._run.summary[name] = text
 
-    def flush(self) -> None:
-        """Do nothing: wandb's own process already has all that was logged."""
-
-    def close(self) -> None:
-        """Send or write the remaining data and end the wandb run."""
-        self._run.finish()
-
 
 def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str]:
-    """Return the wandb identifier of an output folder's run, eight hexadecimal digits, and project.
+    """Return the wandb identifier and project of an output folder's run, from wandb-run.txt.
 
-    Both are stored in wandb-run.txt, a line each. A new identifier is made for a new run (`step` is
-    0), and if that file is missing or damaged.
+    A new run (`step` is 0) gets a new identifier.
 
     Args:
         project: --project. Without it a resumed run keeps its project, and a new one gets
             WANDB_PROJECT or DEFAULT_PROJECT.
     """
     path = folder / "wandb-run.txt"
-    try:
-        with open_regular(path) as file:
-            stored = file.read(1000).decode()
-    except (OSError, UnicodeDecodeError):
-        stored = ""
-    found = re.fullmatch(r"([0-9a-f]{8})\n(?:([^\n]+)\n)?", stored)
-    if step == 0 or not found:
-        if os.path.lexists(path) and not path.is_file():
-            set_aside(path, f"{path.name}.damaged")
+    if step and path.is_file() and len(stored := path.read_text().split("\n")) >= 2:
+        identifier, project = stored[0], project or stored[1]
+    else:
         identifier = uuid.uuid4().hex[:8]
         project = project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
-    else:  # earlier versions stored no project
-        identifier, project = found[1], project or found[2] or DEFAULT_PROJECT
-    if stored != (lines := f"{identifier}\n{project}\n"):
-        write_text(path, lines)
+    write_text(path, f"{identifier}\n{project}\n")
     return identifier, project
 
 
 def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -> Trackers:
-    """Start the trackers that --report_to names.
+    """Start the trackers that --report_to names, on rank 0.
 
     Args:
         step: the optimizer step from which the run continues; 0 for a new run.
     """
     trackers: list[TensorBoard | WandB] = []
-    if ctx.is_main:
+    if ctx.is_main and args.report_to:
         values = {**vars(args), "tags": ", ".join(args.tags)}
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
         arguments = {name: redact_value(value) for name, value in shown.items()}
@@ -155,11 +122,13 @@ def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -
             if args.overwrite and args.resume is None:
                 for file in events.glob(EVENT_FILES):
                     file.unlink(missing_ok=True)
-            trackers.append(TensorBoard(events, step, arguments))
+            tensorboard = TensorBoard(events, step, arguments)
+            ctx.failures.flushes.append(tensorboard.flush)
+            trackers.append(tensorboard)
         if "wandb" in args.report_to:
-            labels = {"name": args.run_name, "project": args.project, "tags": args.tags or None}
-            trackers.append(WandB(folder, step, arguments, labels))
-    ctx.failures.flushes += [tracker.flush for tracker in trackers]
+            identifier, project = wandb_run_of(folder, step, args.project)
+            labels = {"id": identifier, "project": project, "name": args.run_name}
+            trackers.append(WandB(folder, arguments, {**labels, "tags": args.tags or None}))
     return Trackers(trackers, ctx.console, active=bool(args.report_to))
 
 
@@ -178,7 +147,7 @@ class Trackers:
         for tracker in list(self._trackers):
             try:
                 getattr(tracker, method)(*values)
-            except Exception as error:  # a full disk, or a lost network connection
+            except tracker.errors as error:
                 self._trackers.remove(tracker)
                 self._console.warn(
                     f"--report_to {type(tracker).__name__.lower()} failed, and is not used any "
@@ -191,11 +160,7 @@ class Trackers:
         self._call("curves", record["step"], values)
 
     def memory(self, step: int, allocated: list[int]) -> None:
-        """Log the memory of each rank's device.
-
-        Args:
-            allocated: bytes by rank.
-        """
+        """Log the memory of each rank's device, in bytes by rank."""
         values = {f"memory_gb/rank{rank}": size / GB for rank, size in enumerate(allocated)}
         self._call("curves", step, values)
 
