@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +20,15 @@ from support.cluster.restart import Restart, restart_values
 from support.data.batches import total_steps
 from support.data.chat import Prompt, prompt_of
 from support.errors import UserError
-from support.files.atomic import only_finite, overwrite, remove_leftovers, set_aside, write_text
+from support.files import atomic
 from support.memory.measure import MemoryByPhase
 from support.model import export, push
 from support.model.generate import generate
 from support.model.resolve import ModelSpec
-from support.report import console_lines, output_dir, profiling
-from support.report.metrics_log import MetricsLogger, create_meter, errors_as_notices
-from support.report.results import facts_at_start, locked, progress, read_results
-from support.report.summary import summarize
+from support.report import profiling, summary
+from support.report.metrics_log import MetricsLogger, errors_as_notices
+from support.report.results import facts_at_start, new_output_dir
+from support.report.step_meter import create_meter
 from support.train_state import TrainState
 from support.units import human_count
 
@@ -55,16 +59,18 @@ class Run:
         self.path = folder / "results.json"
         self.before: dict | None = None
         self.kept = False
-        self._damage = ""  # why an earlier run's file cannot be read (rank 0)
 
     @classmethod
     def open(cls, args: Arguments, ctx: DistContext) -> Run:
         """Create and lock the output folder, write results.json, start to record memory."""
-        console_lines.say_setup(ctx)
-        run = cls(ctx, output_dir.new_output_dir(args, ctx), facts_at_start(args, ctx))
+        summary.say_setup(ctx)
+        run = cls(ctx, new_output_dir(args, ctx), facts_at_start(args, ctx))
         if ctx.is_main:
-            run.before, run._damage = read_results(run.path)
-            run.kept = args.resume is not None and (run.before is not None or bool(run._damage))
+            run.before = read_results(run.path)
+            run.kept = args.resume is not None and run.before is not None
+            if run.before is None and os.path.lexists(run.path):
+                aside = atomic.set_aside(run.path, f"{run.path.name}.damaged")
+                ctx.console.warn(f"{run.path} is damaged: ignored, and renamed to {aside.name}.")
             if not run.kept:
                 # Before the other ranks continue: if one fails, the file must be this run's.
                 run._begin()
@@ -93,26 +99,18 @@ class Run:
         self.facts.update(facts)
 
     def _begin(self) -> None:
-        """Write this run's file in place of an earlier run's (rank 0); rename a damaged one."""
+        """Write this run's file in place of an earlier run's (rank 0)."""
         self.kept = False
-        if not self.ctx.is_main:
-            return
-        if self.ctx.lock:
-            remove_leftovers(self.folder)
-        if self._damage:
-            new_path = set_aside(self.path, f"{self.path.name}.damaged")
-            self.ctx.console.warn(
-                f"{self.path} is damaged ({self._damage}): ignored, and renamed to {new_path.name}."
-            )
-            self._damage = ""
+        if self.ctx.is_main and self.ctx.lock:
+            atomic.remove_leftovers(self.folder)
         self._write()
 
     def _text(self) -> str:
-        return json.dumps(only_finite(self.facts), indent=2) + "\n"
+        return json.dumps(atomic.only_finite(self.facts), indent=2) + "\n"
 
     def _write(self) -> None:
         if self.ctx.is_main:
-            write_text(self.path, self._text())
+            atomic.write_text(self.path, self._text())
 
     def fail(self, error: UserError) -> bool:
         """Write why the run failed, unless the file already says how it ended; for any rank.
@@ -125,15 +123,15 @@ class Run:
         if self.kept:
             return True
         with locked(self.folder):
-            recorded, _ = read_results(self.path)
+            recorded = read_results(self.path)
             is_this_run = recorded and recorded.get("started_at") == self.facts["started_at"]
             if recorded and is_this_run and recorded["status"] != "running":
                 return recorded["status"] in ("completed", "preempted")
             self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
             try:
-                write_text(self.path, self._text())
+                atomic.write_text(self.path, self._text())
             except OSError:  # a full disk; a rename needs space for a second file
-                overwrite(self.path, self._text())
+                atomic.overwrite(self.path, self._text())
         return True
 
     # ---------------------------------------------------------------------------- before training
@@ -243,7 +241,7 @@ class Run:
     def preempted(self, state: TrainState) -> None:
         """Record that a stop signal ended the run after a checkpoint was saved."""
         reason = "stopped by a signal; a checkpoint was saved"
-        self.update(status="preempted", reason=reason, **progress(state.counters()))
+        self.update(status="preempted", reason=reason, **summary.progress(state.counters()))
         self._write()
         self.ctx.console.print0(
             f"⏸️  Stopped by a signal after step {state.step} of {state.total_steps}: "
@@ -272,11 +270,11 @@ class Run:
                 "weights."
             )
         self.update(checkpoint_seconds=manager.seconds)
-        self.update(**summarize(args, ctx, manager.spec, self.metrics, state, eval_loss))
-        console_lines.say_results(ctx, self.facts, args)
+        self.update(**summary.summarize(args, ctx, manager.spec, self.metrics, state, eval_loss))
+        summary.say_results(ctx, self.facts, args)
         self._export(args, manager, state, casting)
         self._close(self.facts.get("sample"))
-        console_lines.say_files(ctx, self.path)
+        summary.say_files(ctx, self.path)
 
     def finish_completed_run(
         self, args: Arguments, manager: CheckpointManager, state: TrainState, casting
@@ -328,3 +326,24 @@ class Run:
         kind = dataset.get("kind")  # None before a stream's first row
         as_chat = kind == "chat" or (args.eval_only and kind != "pair")
         return prompt_of(args.generate or "", spec.tokenizer, as_chat)
+
+
+def read_results(path: Path) -> dict | None:
+    """Return the results.json of an earlier run; None if there is none or it is damaged."""
+    try:
+        results = atomic.read_json(path)
+    except (OSError, ValueError):
+        return None
+    return results if isinstance(results, dict) and "status" in results else None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, so that one process writes at a time, if the disk supports locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
