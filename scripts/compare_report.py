@@ -37,7 +37,20 @@ EXIT_NOT_COMPLETED = 3
 
 def main() -> int:
     """Print the report, and write its files; return the exit code."""
-    args = parse()
+    parser = kinds.Parser.of_script(__doc__)
+    add = parser.add_argument
+    folder = "folder with <strategy>/<repeat>/results.json"
+    add("folder", type=kinds.path, metavar="DIR", help=folder)
+    files = "where the files go (default: here)"
+    add("--output_dir", type=kinds.path, default=Path(), help=files)
+    tolerance = "largest relative loss difference that counts as the same model"
+    add("--tolerance", type=kinds.positive_float, help=tolerance)
+    add("--wide", action="store_true", help="more columns, wider than 80")
+    status = "DIR is one run: print its status; exit code 3 if not completed"
+    add("--status", action="store_true", help=status)
+    args = parser.parse_args()
+    if not args.folder.is_dir():
+        raise UserError(f"{args.folder}: no such folder.")
     if args.status:
         run = read_strategy_run(args.folder)
         print(describe(run))
@@ -50,27 +63,6 @@ def main() -> int:
         )
     write_report(comparison, args.output_dir, args.wide)
     return comparison.exit_code
-
-
-def parse() -> kinds.Options:
-    """Parse and check the command line."""
-    parser = kinds.Parser.of_script(__doc__)
-    add = parser.add_argument
-    folder = "folder with <strategy>/<repeat>/results.json"
-    add("folder", type=kinds.path, metavar="DIR", help=folder)
-    files = "where the files go (default: here)"
-    add("--output_dir", type=kinds.path, default=Path(), help=files)
-    tolerance = "largest relative loss difference that counts as the same model"
-    add("--tolerance", type=float, help=tolerance)
-    add("--wide", action="store_true", help="more columns, wider than 80")
-    status = "DIR is one run: print its status; exit code 3 if not completed"
-    add("--status", action="store_true", help=status)
-    args = parser.parse_args()
-    if not args.folder.is_dir():
-        raise UserError(f"{args.folder}: no such folder.")
-    if args.tolerance is not None and not args.tolerance > 0:
-        raise UserError(f"--tolerance {args.tolerance} must be above 0.")
-    return args
 
 
 def describe(run: RecordedRun) -> str:
@@ -89,19 +81,19 @@ def write_report(comparison: Comparison, folder: Path, wide: bool) -> None:
     Without a completed run there is no figure, and an older one is removed.
     """
     name = f"comparison_results_{comparison.name}"
-    files = [folder / f"{name}{suffix}" for suffix in (".txt", ".json", ".md", ".png")]
-    text, data, markdown, figure = files
+    text, data, markdown, figure = (
+        folder / f"{name}.{end}" for end in ("txt", "json", "md", "png")
+    )
+    shown = comparison_text.as_text(comparison, wide)
     report = json.dumps(comparison_text.as_json(comparison), indent=2, ensure_ascii=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(text, comparison_text.as_text(comparison, wide))
+        write_text(text, shown)
         write_text(data, report + "\n")
         write_text(markdown, comparison_text.as_markdown(comparison))
-        print(comparison_text.as_text(comparison, wide), flush=True)
-        if comparison.reference is None:
-            files.remove(figure)
-            figure.unlink(missing_ok=True)
-        else:
+        print(shown, flush=True)
+        figure.unlink(missing_ok=True)
+        if comparison.reference:
             from support.report import plots  # only here: importing matplotlib takes a second
 
             write_atomically(figure, lambda path: plots.draw(comparison, path))
@@ -109,7 +101,7 @@ def write_report(comparison: Comparison, folder: Path, wide: bool) -> None:
         raise UserError(
             f"{error.filename or folder} cannot be written: {error.strerror}."
         ) from error
-    print("\n".join(f"📁 {file}" for file in files))
+    print("\n".join(f"📁 {file}" for file in (text, data, markdown, figure) if file.exists()))
 
 
 if __name__ == "__main__":

@@ -27,30 +27,13 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.errors import UserError
+from support.errors import UserError, first_line
 from support.files.atomic import write_atomically
 from support.redaction import redact
 
 
 def main() -> int:
     """Print the comparison, and write the figure if there are losses; return the exit code."""
-    args = parse()
-    from support.report import compare, comparison_text  # --help must be fast
-
-    runs = [compare.read_run(path) for path in args.runs]
-    comparison = compare.compare_runs(runs, args.tolerance)
-    plot = draw(comparison, args.plot) if comparison.compared else None
-    if args.json:
-        report = {**comparison_text.as_json(comparison), "plot": plot and str(plot)}
-        print(redact(json.dumps(report, indent=2, ensure_ascii=False)))
-    else:
-        text = comparison_text.as_text(comparison, args.wide)
-        print(redact(text), end=f"📁 {plot}\n" if plot else "")
-    return comparison.exit_code
-
-
-def parse() -> kinds.Options:
-    """Parse the command line."""
     parser = kinds.Parser.of_script(__doc__)
     place = "output folder of a run, or trainer_state.json of Hugging Face's Trainer; two or more"
     parser.add_argument("runs", type=kinds.path, metavar="RUN", nargs="+", help=place)
@@ -63,7 +46,19 @@ def parse() -> kinds.Options:
     args = parser.parse_args()
     if not 2 <= len(args.runs) <= 26:
         raise UserError("Name two or more runs to compare, at most 26.")
-    return args
+    from support.report import compare, comparison_text  # --help must be fast
+
+    comparison = compare.compare_runs(
+        [compare.read_run(path) for path in args.runs], args.tolerance
+    )
+    plot = draw(comparison, args.plot) if comparison.compared else None
+    if args.json:
+        report = {**comparison_text.as_json(comparison), "plot": plot and str(plot)}
+        print(redact(json.dumps(report, indent=2, ensure_ascii=False)))
+    else:
+        text = comparison_text.as_text(comparison, args.wide)
+        print(redact(text), end=f"📁 {plot}\n" if plot else "")
+    return comparison.exit_code
 
 
 def draw(comparison, plot: Path | None) -> Path | None:
@@ -76,16 +71,12 @@ def draw(comparison, plot: Path | None) -> Path | None:
     folder, other = (place.parent if place.is_file() else place for place in (first, last))
     path = plot or folder / f"difference_from_{other.resolve().name}.png"
     try:
-        from support.report.plots import draw as draw_figure  # importing matplotlib takes a second
+        from support.report import plots  # importing matplotlib takes a second
 
-        write_atomically(path, lambda file: draw_figure(comparison, file))
-    except ImportError as error:
-        problem = f"No figure: {error}. Install matplotlib for it."
-    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the ending
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        problem = f"{path} cannot be written: {reason}. Use --plot FILE."
-    else:
+        write_atomically(path, lambda file: plots.draw(comparison, file))
         return path
+    except (ImportError, OSError, ValueError) as error:  # ValueError: an unknown ending of --plot
+        problem = f"No figure, {path}: {first_line(error)}"
     if plot:
         raise UserError(problem)
     print(f"⚠️  {redact(problem)}", file=sys.stderr)

@@ -6,9 +6,7 @@ hours = tokens / (tokens per second of a GPU × GPUs). The rate is measured by a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import math
 import shlex
 import sys
@@ -26,6 +24,7 @@ from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
 from support.memory.workload import Workload
+from support.report.metrics_file import read_metrics
 from support.report.peak_flops import find_by_short_name, flops_per_token
 from support.strategy import STRATEGIES
 from support.text_tables import text_table
@@ -37,8 +36,7 @@ MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from 
 WORK, RATE = ("tokens", "dataset_tokens", "max_steps"), ("measure", "results", "device")
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """The speed at which one GPU, or one CPU process, trains."""
 
     tokens_per_second: float  # of one rank
@@ -59,19 +57,12 @@ class Figure(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost of a run; `str` has it as text."""
 
-    title: str
+    summary: str
     figures: list[Figure]
-    rate: Rate
-
-    @property
-    def summary(self) -> str:
-        """The figures from the hours on, in one line."""
-        texts = ", ".join(figure.text for figure in self.figures[3:])
-        return f"{self.title}: {texts} ({self.rate.source}: {self.rate.basis})"
+    warnings: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of --json."""
@@ -79,14 +70,14 @@ class Cost:
             "summary": self.summary,
             **{figure.key: figure.value for figure in self.figures},
             "sources": {figure.key: figure.source for figure in self.figures},
-            "warnings": self.rate.warnings,
+            "warnings": self.warnings,
         }
 
     def __str__(self) -> str:
         rows = [(figure.key, figure.text, figure.source) for figure in self.figures]
         lines = [self.summary, "", text_table(rows, ("number", "value", "source"))]
         lines.append("Start, evaluation, checkpoints and export of the run are not included.")
-        return "\n".join(lines + [f"⚠️  {warning}" for warning in self.rate.warnings])
+        return "\n".join(lines + [f"⚠️  {warning}" for warning in self.warnings])
 
 
 def is_planned(args: Options) -> bool:
@@ -96,13 +87,9 @@ def is_planned(args: Options) -> bool:
     if given and args.solve:
         raise UserError(f"--{given[0]} has no effect with --solve: leave one out.")
     for names, purpose in ((WORK, "amount of work"), (RATE, "rate")) if given else ():
-        chosen = [name for name in names if name in given]
-        if not chosen:
+        if not {*names} & {*given}:
             known = ", --".join(names)
             raise UserError(f"--{given[0]} needs the {purpose}: add one of --{known}.")
-        if len(chosen) > 1:
-            both = " and --".join(chosen)
-            raise UserError(f"--{both} set the same {purpose}: leave one out.")
     needs = {"epochs": "dataset_tokens", "mfu": "device", "save_seconds": "time_limit"}
     for flag, needed in needs.items():
         if flag in given and needed not in given:
@@ -161,7 +148,9 @@ def cost_of(args: Options, work: Workload, rate: Rate) -> Cost:
         energy = gpu_hours * args.watts / 1000
         source = f"{by_rate}, given: {args.watts:g} W per GPU; host and cooling not included"
         figures.append(Figure("energy_kwh", energy, f"{human_rate(energy)} kWh", source))
-    return Cost(f"{words} on {work.world_size} x {rate.device}", figures, rate)
+    texts = ", ".join(figure.text for figure in figures[3:])
+    basis = f"({rate.source}: {rate.basis})"
+    return Cost(f"{words} on {work.world_size} x {rate.device}: {texts} {basis}", figures, rate[5])
 
 
 # --------------------------------------------------------------------------------------- the rate
@@ -214,13 +203,13 @@ def measured_rate(
             f"The measured run differs in {different}. Its rate is used unchanged: communication "
             "that only the planned run has is not included."
         )
-    if results.get("device") != "cuda":
+    gpu = lookup(results, "hardware.gpu")
+    if not gpu:
         warnings.append("The rate is that of CPU processes, not of GPUs.")
-    gpu, ranks = lookup(results, "hardware.gpu"), results.get("world_size")
     device = shown(gpu or "CPU process")
-    basis = f"on {shown(ranks)} x {device}"
+    basis = f"on {results['world_size']} x {device}"
     cpu = "" if gpu else f" ({shown(lookup(results, 'hardware.cpu'))})"
-    details = f"{basis}{cpu}, {shown(results.get('steps'))} steps, {place}"
+    details = f"{basis}{cpu}, {results['steps']} steps, {place}"
     rate, share = results["tokens_per_second_per_gpu"], share_of_tokens(results)
     return Rate(rate, "measured", basis, details, device, warnings, share)
 
@@ -232,14 +221,11 @@ def share_of_tokens(results: dict[str, Any]) -> float:
 
 
 def differences(results: dict[str, Any], planned: dict[str, Any]) -> str:
-    """Return the keys of results.json that differ from the plan, with both values.
-
-    Keys that an older version did not write are not compared.
-    """
+    """Return the keys of results.json that differ from the plan, with both values."""
     return ", ".join(
-        f"{key} ({shown(results[key])}, planned: {value})"
+        f"{key} ({shown(results.get(key))}, planned: {value})"
         for key, value in planned.items()
-        if key in results and results[key] != value
+        if results.get(key) != value
     )
 
 
@@ -253,22 +239,12 @@ def read_run(flag: str, path: str) -> tuple[str, dict[str, Any]]:
     """
     file = str(Path(path) / "results.json" if Path(path).is_dir() else path)
     results, place = read_json(flag, file, most=MOST_OF_RESULTS), f"{flag} {shown(file)}"
-    status, reason = results.get("status"), results.get("reason")
-    if status != "completed":
-        why = f"{shown(status)} ({shown(reason)})" if reason else shown(status)
+    if results.get("status") != "completed":
+        why = f"{shown(results.get('status'))} ({shown(results.get('reason'))})"
         raise UserError(f"{place}: the run's status is {why}: name a completed run.")
-    number(place, results, "tokens_per_second_per_gpu")
+    if not results["tokens_per_second_per_gpu"]:
+        raise UserError(f"{place}: the run trained no step: name a run that trained.")
     return place, results
-
-
-def number(place: str, results: dict[str, Any], key: str) -> float:
-    """Return the number above 0 at a dotted key of results.json, or raise a UserError."""
-    value = lookup(results, key)
-    if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise UserError(
-            f"{place}: {key} is {shown(value)} and not a number above 0: name a run that trained."
-        )
-    return value
 
 
 def measure(flags: list[str], work: Workload) -> tuple[str, dict[str, Any]]:
@@ -368,11 +344,24 @@ def budget_of(times: Times, limit: float, lead: float | None, mtbf: float) -> Bu
     return Budget(jobs, interval, saves, limit - kept)
 
 
-def times_of(args: Options, measured: tuple[str, dict[str, Any]] | None) -> Times:
+def times_of(args: Options, results: dict[str, Any] | None) -> Times:
     """Return the durations that the flags give, or else those of the run of --results."""
     if bool(args.hours) == bool(args.max_steps):
         raise UserError("The budget of a run needs its length: either --hours or --max_steps.")
-    found = _measured_times(*measured, args.results) if measured else {}
+    found: dict[str, Any] = {}
+    if results:
+        path = Path(args.results)
+        file = (path if path.is_dir() else path.parent) / "metrics.jsonl"
+        records = read_metrics(file)[0] if file.is_file() else []
+        steps = [record["seconds"] for record in records if "loss" in record]
+        steps = steps[results["warmup_steps_excluded"] :] or [results["step_seconds"]["p90"]]
+        found = {
+            "step": mean(steps),
+            "longest_step": max(steps),
+            "startup": results["seconds_to_first_step"],
+            "steps_to_stop": STEPS_TO_STOP[results["device"]],
+        }
+        found |= {"save": max(saves)} if (saves := results["checkpoint_seconds"]) else {}
     step = args.step_seconds
     given = {"save": args.save_seconds, "step": step, "longest_step": step}
     found |= {name: value for name, value in given.items() if value}
@@ -386,50 +375,28 @@ def times_of(args: Options, measured: tuple[str, dict[str, Any]] | None) -> Time
     return Times(3600 * args.hours if args.hours else args.max_steps * found["step"], **found)
 
 
-def _measured_times(place: str, results: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the fields of `Times` that a run measured, also in its metrics.jsonl."""
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "metrics.jsonl"
-    records: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError, json.JSONDecodeError):  # the last line may be incomplete
-        records += map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    steps = [number(place, record, "seconds") for record in records if "loss" in record]
-    steps = steps[results.get("warmup_steps_excluded") or 0 :]
-    median, p90 = (number(place, results, f"step_seconds.{key}") for key in ("median", "p90"))
-    found = {
-        "step": mean(steps) if steps else median,
-        "longest_step": max(steps, default=p90),
-        "startup": number(place, results, "seconds_to_first_step"),
-        "steps_to_stop": STEPS_TO_STOP["cpu" if results.get("device") == "cpu" else "cuda"],
-    }
-    key = "checkpoint_seconds"
-    if isinstance(saves := results.get(key), list) and saves:
-        found["save"] = max(number(place, {key: save}, key) for save in saves)
-    return found
-
-
 def slurm_budget(args: Options) -> str:
     """Return the Slurm budget as text; "" if no flag asks for it."""
     if not any(getattr(args, flag) for flag in BUDGET_FLAGS):
         return ""
     ranks = args.num_nodes * (args.num_gpus_per_node or 1)
     measured = read_run("--results", args.results) if args.results else None
-    times = times_of(args, measured)
+    times = times_of(args, measured[1] if measured else None)
     lead = (args.signal_seconds or SIGNAL_SECONDS) if args.requeue else None
     per_gpu = args.mtbf or MTBF_HOURS
     plan = budget_of(times, seconds_of(args.time_limit), lead, 3600 * per_gpu / ranks)
     rate = "given" if args.mtbf else "assumed, from Llama 3, arXiv 2407.21783"
     failures = f"{per_gpu:,g} h for a GPU ({rate}), {ranks} of them"
+    failures += "" if args.requeue else "; the limit counts as a failure"
     startup = human_time(times.startup) + ("" if args.results else ", assumed")
     end = "the time from the signal" if args.requeue else "the steps after the last save"
     formula = "√(2 · save · MTBF): Young, Daly"
     if args.requeue and not plan.saves:
         formula += "; longer than a job, so the save at the signal is enough"
-    training = f"{human_time(times.train)} of training in jobs of {args.time_limit}"
     lost = f"start-up ({startup}), {plan.saves:,} saves, and {end}"
     source = f"measured: {measured[0]}" if measured and not args.save_seconds else "given"
-    failures += "" if args.requeue else "; the limit counts as a failure"
     rows = [
-        ("jobs", f"{plan.jobs:,}", training),
+        ("jobs", f"{plan.jobs:,}", f"{human_time(times.train)} of training in {args.time_limit}"),
         ("lost in a full job", human_time(plan.lost), lost),
         ("time of a save", human_time(times.save), source),
         ("MTBF", human_time(3600 * per_gpu / ranks), failures),
@@ -526,7 +493,8 @@ class Network:
         return latency + transfers * each * max(1, message / next_size) * (ranks - 1) / ranks
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """What an optimizer step consists of."""
 
     micro_batch_seconds: float  # data, forward and backward of a micro-batch on one rank
@@ -556,8 +524,6 @@ def read_step(alone: Path, together: Path) -> Step:
         raise UserError(f"{alone} and {together} differ in {different[0]}: repeat one of them.")
     if one["world_size"] != 1 or several["world_size"] == 1:
         raise UserError("Name a run on one rank first, and then one on several ranks.")
-    if not (one.get("step_phases_seconds") and several.get("step_phases_seconds")):
-        raise UserError(f"{alone} or {together} has no measured steps: train 10 steps or more.")
     phases, micro_batches = one["step_phases_seconds"], one["gradient_accumulation_steps"]
     computing = phases["data"] + phases["forward"] + phases["backward"]
     strategy, collectives = STRATEGIES[several["strategy"]], []
