@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from support.checkpoints.recognize import newest_of_trainer
+from support.cli.ds_config import lookup
 from support.errors import UserError
 from support.files import atomic
 from support.files.user_files import shown
@@ -47,11 +48,18 @@ SAME_WORK = """
 # torchrun's report lists the ranks that exited. The one that was killed need not be the first:
 # torchrun may name as the cause another rank, which failed because its connection broke.
 KILLED = re.compile(r"exitcode\s*: -9 ")
-# What reading a number from an edited results.json may raise.
+# What reading a number raises from results.json of a run that failed.
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 STATES = ("parameters", "gradients", "optimizer")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+# The numbers of a row: those of `numbers_of`, and those relative to the reference.
+NUMBERS = """
+    memory_bytes planned_bytes planned step_peak_bytes activations logits categories host_categories
+    saved host_bytes nvme_bytes samples_per_second samples_per_second_low samples_per_second_high
+    tokens_per_second_per_gpu speed speed_low speed_high final_loss difference difference_step
+    departs_at departing_loss sent_bytes volume collectives phases_seconds
+""".split()
 
 
 def tolerance_of(precision: str, on_gpu: bool) -> float:
@@ -67,13 +75,6 @@ def lasting_steps(precision: str | None, on_cpu: bool) -> int:
 def state_bytes(sizes: dict[str, float]) -> float:
     """Return the sum of the model states in a dict of bytes by kind."""
     return sum(sizes[kind] for kind in STATES)
-
-
-def lookup(results: Any, key: str) -> Any:
-    """Return the value at a dotted key of results.json; None if it is missing."""
-    for part in key.split("."):
-        results = results.get(part) if isinstance(results, dict) else None
-    return results
 
 
 # ------------------------------------------------------------------------------------------ one run
@@ -120,17 +121,13 @@ class RecordedRun:
 
     @property
     def extent(self) -> str:
-        """Describe the steps that have a loss."""
-        if not self.spans:
-            return "no step"
-        return f"steps {self.spans[0].start + 1:,} to {self.spans[-1].end:,}"
+        ends = self.spans and (self.spans[0].start + 1, self.spans[-1].end)
+        return f"steps {ends[0]:,} to {ends[1]:,}" if ends else "no step"
 
 
 def read_run(path: Path) -> RecordedRun:
     """Read an output folder, or the trainer_state.json of Hugging Face's Trainer.
 
-    Args:
-        path: the folder, a file in it, or the folder of Trainer or of one of its checkpoints.
     Raises:
         UserError: there is no run.
     """
@@ -331,15 +328,6 @@ class Point(NamedTuple):
         return f"step {self.last:,}" if one else f"steps {self.first:,} to {self.last:,} (means)"
 
 
-# The numbers of a row: those of `numbers_of`, and those relative to the reference.
-NUMBERS = """
-    memory_bytes planned_bytes planned step_peak_bytes activations logits categories host_categories
-    saved host_bytes nvme_bytes samples_per_second samples_per_second_low samples_per_second_high
-    tokens_per_second_per_gpu speed speed_low speed_high final_loss difference difference_step
-    departs_at departing_loss sent_bytes volume collectives phases_seconds
-""".split()
-
-
 @dataclass
 class Row:
     """The runs of one strategy, or a single run, and their medians."""
@@ -360,7 +348,7 @@ class Row:
     @property
     def status(self) -> str:
         broken = [run.status for run in self.runs if not run.completed]
-        return (broken or ["completed" if self.runs else "not run"])[0]
+        return broken[0] if broken else "completed" if self.runs else "not run"
 
     @property
     def reason(self) -> str:
@@ -391,9 +379,9 @@ class Row:
         if self.first is None:
             return []
         on = "losses" if self.first in self.points else "evaluations"
+        effects = [(entry, entry.effect) for entry in self.differences if entry.effect.on == on]
         latest = self.first.last + lasting - 1
-        found = [entry for entry in self.differences if entry.effect.on == on]
-        found = [entry for entry in found if entry.effect.first_step <= latest]
+        found = [entry for entry, effect in effects if effect.first_step <= latest]
         return sorted(found, key=lambda entry: -entry.effect.first_step)
 
 
@@ -419,7 +407,6 @@ class Comparison:
 
     @property
     def facts(self) -> dict:
-        """results.json of the base, or {}."""
         return self.base.results if self.base else {}
 
     @property
@@ -443,7 +430,6 @@ class Comparison:
 
     @property
     def departing(self) -> list[Row]:
-        """Rows whose losses differ by more than the tolerance."""
         return [row for row in self.rows if row.first]
 
     @property
@@ -477,16 +463,14 @@ def compare_runs(runs: list[RecordedRun], tolerance: float) -> Comparison:
 
 
 def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
-    """Read and compare the strategies in <folder>/<strategy>/<repeat>/.
+    """Read and compare the strategies that compare_strategies.sh left in <strategy>/<repeat>/.
 
     Args:
-        folder: the folder that compare_strategies.sh filled; its planned.txt names strategies that
-            may not have run yet.
         tolerance: replaces the value in TOLERANCES.
     """
     planned_names = read_text(folder / "planned.txt").split()
     names = [n for n in STRATEGIES if n in planned_names or (folder / n).is_dir()]
-    rows = [_read_row(folder / name) for name in names]
+    *rows, control = (_read_row(folder / name) for name in (*names, "control"))
     reference = next((row for row in rows if row.completed), None)
     comparison = Comparison(folder.resolve().name, rows, reference, tolerance, of_strategies=True)
     if cap := read_text(folder / "step_cap.txt").strip():
@@ -496,13 +480,11 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     precision = comparison.facts["precision"]
     comparison.tolerance = tolerance or tolerance_of(precision, comparison.on_gpu)
     comparison.lasting = lasting_steps(precision, not comparison.on_gpu)
-    control = _read_row(folder / "control")
     for row in (*rows, control):
-        for run in row.completed:
-            for key, expected in comparison.work.items():
-                if (value := lookup(run.results, key)) != expected:
-                    run.status = "other_work"
-                    run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
+        for run, (key, expected) in itertools.product(row.completed, comparison.work.items()):
+            if (value := lookup(run.results, key)) != expected:
+                run.status = "other_work"
+                run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
         _compare(row, comparison)
     comparison.control = control if control.completed else None
     return comparison

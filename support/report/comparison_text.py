@@ -53,67 +53,53 @@ def as_markdown(comparison: Comparison) -> str:
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as a JSON value; docs/COMPARISON.md explains its keys."""
-    others = [row for row in comparison.rows if row is not comparison.reference]
-    of_two = _difference_as_json(others[0], comparison) if others else {}
+    keys = ("name", "tolerance", "same_model", "speeds_are_comparable", "exit_code", "step_cap")
+    rows = [_row_as_json(row, comparison) for row in comparison.rows]
+    control = comparison.control and _row_as_json(comparison.control, comparison)
     return {
         "schema_version": 1,
-        "name": comparison.name,
+        **{key: getattr(comparison, key) for key in (*keys, "work")},
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.name if comparison.reference else None,
-        "tolerance": comparison.tolerance,
         "lasting_steps": comparison.lasting,
         "equal": comparison.same_model is True,
-        "same_model": comparison.same_model,
-        "speeds_are_comparable": comparison.speeds_are_comparable,
         "departing": [row.name for row in comparison.departing],
-        "exit_code": comparison.exit_code,
-        "step_cap": comparison.step_cap,
-        "work": comparison.work,
         "hardware": comparison.facts.get("hardware"),
         "versions": comparison.facts.get("versions"),
         "verdict": sentences_of(comparison),
-        "control": _row_as_json(comparison.control) if comparison.control else None,
-        **({} if comparison.of_strategies else of_two),
-        "strategies" if comparison.of_strategies else "runs": [*map(_row_as_json, comparison.rows)],
+        "control": control,
+        "strategies" if comparison.of_strategies else "runs": rows,
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
-    runs = [
+def _row_as_json(row: Row, comparison: Comparison) -> dict[str, Any]:
+    attempts = [
         {
-            "status": run.status,
-            "reason": run.reason,
             "folder": str(run.place),
             "steps": run.extent,
-            "kept": run.kept,
             "command": command_of(run),
-            "started_at": run.results.get("started_at"),
-            "samples_per_second": run.results.get("samples_per_second"),
+            **{key: getattr(run, key) for key in ("status", "reason", "kept")},
+            **{key: run.results.get(key) for key in ("started_at", "samples_per_second")},
         }
         for run in row.runs
     ]
-    numbers = {"strategy": row.name, "status": row.status, "reason": row.reason, **row.numbers}
-    return only_finite({**numbers, "attempts": runs})
-
-
-def _difference_as_json(row: Row, comparison: Comparison) -> dict[str, Any]:
-    """Return how the second of two runs differs from the first."""
-    first = row.first if row.first in row.points else None
-    return only_finite(
-        {
-            "answer": row_sentence(row, comparison),
-            "compared_steps": sum(point.last - point.first + 1 for point in row.points),
-            "first_difference": first and first._asdict(),
-            "largest_difference": row.largest and row.largest._asdict(),
-            "evaluations": [point._asdict() for point in row.evaluations],
-            "likely_causes": [entry.name for entry in row.causes(comparison.lasting)],
-            "differences": [
-                {"name": entry.name, "a": entry.a, "b": entry.b}
-                | {"changes": entry.effect.on, "effect": entry.effect.text}
-                for entry in row.differences
-            ],
-        }
-    )
+    entry = {
+        "strategy": row.name,
+        "status": row.status,
+        "reason": row.reason,
+        **row.numbers,
+        "attempts": attempts,
+        "compared_steps": sum(point.last - point.first + 1 for point in row.points),
+        "first_difference": row.first and row.first._asdict(),
+        "largest_difference": row.largest and row.largest._asdict(),
+        "likely_causes": [entry.name for entry in row.causes(comparison.lasting)],
+        "differences": [
+            {"name": entry.name, "a": entry.a, "b": entry.b}
+            | {"changes": entry.effect.on, "effect": entry.effect.text}
+            for entry in row.differences
+        ],
+    }
+    return only_finite(entry)
 
 
 # --------------------------------------------------------------------------- header and provenance
@@ -397,14 +383,12 @@ def _smallest(comparison: Comparison, rows: list[Row]) -> str:
     usage = "at its peak" if comparison.on_gpu else "of model states"
     size = human_bytes(least.numbers["memory_bytes"])
     text = f"Least GPU memory: {least.name}, {size} per rank {usage}"
-    if in_host := sum(least.numbers["host_categories"].values()):
-        text += f", and {human_bytes(in_host)} per rank in host memory"
-    if least.numbers["nvme_bytes"]:
-        text += f", and {human_bytes(least.numbers['nvme_bytes'])} on NVMe in total"
     on_device = [row for row in rows if not STRATEGIES[row.name].offloads]
     if on_device and least not in on_device:
         row = min(on_device, key=lambda row: row.numbers["memory_bytes"])
-        text += f". Without offloading: {row.name}, {human_bytes(row.numbers['memory_bytes'])}"
+        host = human_bytes(sum(least.numbers["host_categories"].values()))
+        size = human_bytes(row.numbers["memory_bytes"])
+        text += f", and {host} of host memory. Without offloading: {row.name}, {size}"
     return f"{text}."
 
 
@@ -414,15 +398,10 @@ def _simulated(comparison: Comparison) -> str:
         "This is a memory simulation: one process allocated what rank 0 of "
         f"{comparison.work['simulated_world_size']} ranks would. Nothing was trained."
     )
-    planned = [row for row in comparison.rows if row.numbers["planned_bytes"]]
-    errors = {
-        row.name: abs(row.numbers["planned_bytes"] / row.numbers["memory_bytes"] - 1)
-        for row in planned
-    }
-    if errors:
-        worst, error = max(errors.items(), key=lambda entry: entry[1])
-        quantity = "peaks" if comparison.on_gpu else "model states"
-        text += f" The planned {quantity} differ by at most {100 * error:.1f}% ({worst})."
+    numbers = [row.numbers for row in comparison.rows if row.numbers["planned_bytes"]]
+    if numbers:
+        error = max(abs(n["planned_bytes"] / n["memory_bytes"] - 1) for n in numbers)
+        text += f" The plan differs by at most {100 * error:.1f}%."
     return text
 
 

@@ -395,8 +395,9 @@ def slurm_budget(args: Options) -> str:
         formula += "; longer than a job, so the save at the signal is enough"
     lost = f"start-up ({startup}), {plan.saves:,} saves, and {end}"
     source = f"measured: {measured[0]}" if measured and not args.save_seconds else "given"
+    training = f"{human_time(times.train)} of training in jobs of {args.time_limit}"
     rows = [
-        ("jobs", f"{plan.jobs:,}", f"{human_time(times.train)} of training in {args.time_limit}"),
+        ("jobs", f"{plan.jobs:,}", training),
         ("lost in a full job", human_time(plan.lost), lost),
         ("time of a save", human_time(times.save), source),
         ("MTBF", human_time(3600 * per_gpu / ranks), failures),

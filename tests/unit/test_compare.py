@@ -91,10 +91,10 @@ def trainers(tmp_path):
 
 
 def compared(*places, tolerance=1e-6):
-    """The comparison as JSON, and its text without line breaks in sentences."""
+    """The comparison as JSON with the keys of the second run, and its text without line breaks."""
     comparison = compare_runs([read_run(place) for place in places], tolerance)
     found = json.loads(json.dumps(as_json(comparison), allow_nan=False))
-    return found, as_text(comparison, wide=True).replace("\n   ", " ")
+    return found | found["runs"][1], as_text(comparison, wide=True).replace("\n   ", " ")
 
 
 # ------------------------------------------------------------------------------------------ causes
@@ -158,7 +158,7 @@ def test_evaluations_that_differ(ours):
     evaluations = [{"step": 6, "eval_loss": loss} for loss in (5.0, 5.1)]
     a, b = (ours(name, [*steps(), record]) for name, record in zip("ab", evaluations, strict=True))
     found, text = compared(a, b)
-    assert found["exit_code"] == 1 and found["first_difference"] is None
+    assert found["exit_code"] == 1 and found["first_difference"]["a"] == 5.0
     assert "evaluations differ from those of A from step 6" in text
 
 
