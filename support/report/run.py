@@ -105,12 +105,9 @@ class Run:
             atomic.remove_leftovers(self.folder)
         self._write()
 
-    def _text(self) -> str:
-        return json.dumps(atomic.only_finite(self.facts), indent=2) + "\n"
-
     def _write(self) -> None:
         if self.ctx.is_main:
-            atomic.write_text(self.path, self._text())
+            write_json(self.path, self.facts)
 
     def fail(self, error: UserError) -> bool:
         """Write why the run failed, unless the file already says how it ended; for any rank.
@@ -129,9 +126,9 @@ class Run:
                 return recorded["status"] in ("completed", "preempted")
             self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
             try:
-                atomic.write_text(self.path, self._text())
+                write_json(self.path, self.facts)
             except OSError:  # a full disk; a rename needs space for a second file
-                atomic.overwrite(self.path, self._text())
+                write_json(self.path, self.facts, atomic.overwrite)
         return True
 
     # ---------------------------------------------------------------------------- before training
@@ -141,14 +138,12 @@ class Run:
         verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
-        print0 = self.ctx.console.print0
-        print0(f"🚀 {verb} {args.model} ({human_count(base)} parameters)")
-        print0(f"📋 Strategy: {args.strategy.upper()}")
-        if spec.own_settings and args.verbose:
-            same = "the same function in one kernel (--no_fused_gelu keeps it)"
-            print0(f"🔧 gelu_new is computed as gelu_pytorch_tanh, {same}")
+        self.ctx.console.print0(
+            f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
+            f"📋 Strategy: {args.strategy.upper()}"
+        )
         if not spec.chunked_loss:
-            print0(
+            self.ctx.console.print0(
                 "🔧 All logits of a batch are computed at once: this model changes them, or has "
                 "adapters on its output layer"
             )
@@ -162,22 +157,20 @@ class Run:
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
             self._prompt(args, spec, dataset)
-        print0 = self.ctx.console.print0
-        print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
-        if spec.lora:
-            trained = f"{spec.trainable:,} of {spec.parameters:,} parameters are trained"
-            print0(f"🔧 LoRA: {trained} ({spec.trainable / spec.parameters:.2%})")
-            if spec.random and not (args.merge_lora or args.no_export):
-                self.ctx.console.warn(
-                    "The frozen weights are random, and the adapters cannot be used without them: "
-                    "--merge_lora exports both."
-                )
         count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
-        if not train_data.num_sequences:
-            count = "validation data only"
-        print0(f"✅ Dataset ready: {count}")
+        print0, whole = self.ctx.console.print0, spec.parameters
+        print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
+        if spec.lora:
+            trained = f"{spec.trainable:,} of {whole:,} parameters are trained"
+            print0(f"🔧 LoRA: {trained} ({spec.trainable / whole:.2%})")
+        if spec.lora and spec.random and not (args.merge_lora or args.no_export):
+            self.ctx.console.warn(
+                "The frozen weights are random, and the adapters cannot be used without them: "
+                "--merge_lora exports both."
+            )
+        print0(f"✅ Dataset ready: {count if train_data.num_sequences else 'validation data only'}")
         self.update(
-            parameters=spec.parameters,
+            parameters=whole,
             trainable_parameters=spec.trainable,
             seq_length=args.seq_length,
             dataset=dataset,
@@ -326,6 +319,11 @@ class Run:
         kind = dataset.get("kind")  # None before a stream's first row
         as_chat = kind == "chat" or (args.eval_only and kind != "pair")
         return prompt_of(args.generate or "", spec.tokenizer, as_chat)
+
+
+def write_json(path: Path, facts: dict, write=atomic.write_text) -> None:
+    """Write results.json; NaN and infinity, which JSON does not have, as null."""
+    write(path, json.dumps(atomic.only_finite(facts), indent=2) + "\n")
 
 
 def read_results(path: Path) -> dict | None:

@@ -185,24 +185,22 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
 
 
 def memory_profile(memory: dict, on_gpu: bool) -> Iterator[str]:
-    """Yield the lines of --profile_memory: device, phases, kinds of state, host and NVMe.
+    """Yield the lines of --profile_memory: ranks, phases, kinds of state, host and NVMe.
 
-    With several ranks they show the largest value, and the smallest in brackets if it differs.
+    They show the rank with the most, and in brackets the one with the least if it differs.
 
     Args:
         memory: the entry of results.json.
     """
+    on_device = ["device_allocated", "device_reserved", "device_peak"] if on_gpu else []
     for rank in range(len(memory["peak_bytes"])):
         yield f"{'GPU' if on_gpu else 'Process'} {rank} Memory:"
         for name in ("Allocated", "Reserved", "Peak"):
-            value = memory[f"{name.lower()}_bytes"][rank]
-            yield f"  {name}: " + ("—" if value is None else f"{value / GB:.2f} GB")
-    yield "\nMemory of the rank with the most (with the least in brackets):"
-    on_device = ["device_allocated", "device_reserved", "device_peak"] if on_gpu else []
+            yield f"  {name}: {_most([memory[f'{name.lower()}_bytes'][rank]])}"
     kinds = [*on_device, "host_resident"]
     phases = memory["phases_bytes"].items()
     rows = [[phase, *(_most(values[kind]) for kind in kinds)] for phase, values in phases]
-    yield text_table(rows, ["after", *kinds])
+    yield "\n" + text_table(rows, ["memory after", *kinds])
     by_rank = memory["step_bytes_by_rank"]
     rows = [
         [phase, *(_most([rank[phase][key] for rank in by_rank]) for key in ("live", "peak"))]
@@ -212,8 +210,7 @@ def memory_profile(memory: dict, on_gpu: bool) -> Iterator[str]:
     places = (memory["categories_bytes_by_rank"], memory["device_categories_bytes_by_rank"])
     rows = [
         [kind, *(_most([rank[kind] for rank in place]) for place in places)]
-        for kind, size in (places[0][0] or {}).items()
-        if size is not None
+        for kind in places[0][0] or ()
     ]
     yield "\n" + text_table(rows, ("live tensors by kind", "all", "on the device"))
     host, pinned = _most(memory["host_peak_bytes"]), _most(memory["pinned_bytes"])
