@@ -72,7 +72,7 @@ def describe(run: RecordedRun) -> str:
     if run.results["simulated_world_size"]:
         return f"completed: {human_bytes(run.numbers['memory_bytes'])} of model states"
     speed = f"{human_rate(run.numbers['samples_per_second'])} samples/s"
-    return f"completed: {speed}, loss {run.spans[0].loss:.4f} to {run.spans[-1].loss:.4f}"
+    return f"completed: {speed}, loss {run.losses[0].loss:.4f} to {run.losses[-1].loss:.4f}"
 
 
 def write_report(comparison: Comparison, folder: Path, wide: bool) -> None:

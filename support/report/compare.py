@@ -94,39 +94,43 @@ class RecordedRun:
 
     place: Path  # the output folder, or the file of Trainer
     results: dict = field(default_factory=dict)  # results.json; {} for Trainer
+    records: list[dict] = field(default_factory=list)  # of metrics.jsonl, or Trainer's log_history
     # completed, skipped, oom, timeout, failed, interrupted, other_work, or as in results.json
     status: str = "completed"
-    reason: str = ""  # why the run did not complete
-    records: list[dict] = field(default_factory=list)  # of metrics.jsonl, or Trainer's log_history
-    spans: list[Span] = field(default_factory=list)  # training losses in the order of the steps
-    evaluations: dict[int, float] = field(default_factory=dict)  # the losses, by step
+    reason: str = ""  # why the run did not complete, or what its files lack
+    losses: list[Span] = field(default_factory=list)  # in the order of the steps
+    evaluations: list[Span] = field(default_factory=list)
     lrs: dict[int, float] = field(default_factory=dict)  # the learning rates, by step
     facts: dict[str, object] = field(default_factory=dict)  # by the names of EFFECTS
-    unreadable: int = 0  # lines of metrics.jsonl
     slack: float = 0.0  # largest difference of a loss that comes from its number of decimals
     numbers: dict[str, Any] = field(default_factory=dict)  # see `numbers_of`; {} if not measured
+
+    def __post_init__(self) -> None:
+        """Read the losses; of a step that a resumed run repeats the later record counts."""
+        self.of_trainer, self.kept = self.place.is_file(), (self.place / "kept.txt").is_file()
+        for record in self.records:
+            # null: NaN and infinity have no other form in JSON.
+            found = {key: math.nan if value is None else value for key, value in record.items()}
+            step: int = record["step"]
+            for key, spans in (("loss", self.losses), ("eval_loss", self.evaluations)):
+                if key not in found:
+                    continue
+                while spans and spans[-1].end >= step:
+                    spans.pop()
+                start = step - 1
+                if self.of_trainer and key == "loss":  # its loss is the mean since the last record
+                    start = spans[-1].end if spans else 0
+                spans.append(Span(start, step, found[key]))
+            if "loss" in found:
+                self.lrs[step] = found.get("learning_rate", found.get("lr", math.nan))
 
     @property
     def completed(self) -> bool:
         return self.status == "completed"
 
-    @property
-    def of_trainer(self) -> bool:
-        return self.place.is_file()
-
-    @property
-    def kept(self) -> bool:
-        """Whether RESUME=1 kept the run from an earlier comparison."""
-        return (self.place / "kept.txt").is_file()
-
-    @property
-    def extent(self) -> str:
-        ends = self.spans and (self.spans[0].start + 1, self.spans[-1].end)
-        return f"steps {ends[0]:,} to {ends[1]:,}" if ends else "no step"
-
 
 def read_run(path: Path) -> RecordedRun:
-    """Read an output folder, or the trainer_state.json of Hugging Face's Trainer.
+    """Read an output folder, or the trainer_state.json of Hugging Face's Trainer or its folder.
 
     Raises:
         UserError: there is no run.
@@ -141,66 +145,45 @@ def read_run(path: Path) -> RecordedRun:
         known = "an output folder with results.json and metrics.jsonl, or a trainer_state.json"
         raise UserError(f"{shown(path)} is no run: name {known}.")
     run = RecordedRun(file, records=state["log_history"])
-    _read_records(run)
-    losses = [span.loss for span in run.spans]
+    losses = [span.loss for span in run.losses]
     if all(round(loss, TRAINER_DECIMALS) == loss for loss in losses if math.isfinite(loss)):
         run.slack = 0.5 * 10**-TRAINER_DECIMALS
-    names = {"num_train_epochs": "epochs"}
-    keys = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps")
-    run.facts = {names.get(key, key): state[key] for key in keys if key in state}
+    keys = {"max_steps", "num_train_epochs", "train_batch_size", "logging_steps"} & state.keys()
+    run.facts = {key.replace("num_train_epochs", "epochs"): state[key] for key in keys}
     return run
 
 
 def read_folder(path: Path) -> RecordedRun:
     """Read the output folder of a run; files that are missing or damaged are left out."""
-    run = RecordedRun(path, read_json(path / "results.json"))
+    records, unreadable = [], []
     with contextlib.suppress(OSError):
-        run.records, unreadable = read_metrics(path / "metrics.jsonl")
-        run.unreadable = len(unreadable)
-    _read_records(run)
-    run.status, run.reason = _status(run)
+        records, unreadable = read_metrics(path / "metrics.jsonl")
+    run = RecordedRun(path, read_json(path / "results.json"), records)
+    run.status, run.reason = _status(path, run.results)
     try:
         run.facts = facts_of(run.results)
         run.numbers = numbers_of(run.results)
     except DAMAGE as error:
         if run.completed:
             run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
+    if unreadable:
+        run.reason += f"{len(unreadable)} lines of metrics.jsonl cannot be read"
     return run
 
 
-def _read_records(run: RecordedRun) -> None:
-    """Fill in the losses and learning rates; of a repeated step the later record counts."""
-    for record in run.records:
-        # null: NaN and infinity have no other form in JSON.
-        found = {key: math.nan if value is None else value for key, value in record.items()}
-        step: int = record["step"]
-        if "eval_loss" in found:
-            run.evaluations[step] = found["eval_loss"]
-        if "loss" not in found:
-            continue
-        while run.spans and run.spans[-1].end >= step:
-            run.spans.pop()
-        start = step - 1
-        if run.of_trainer:  # its loss is the mean since the last record
-            start = run.spans[-1].end if run.spans else 0
-        run.spans.append(Span(start, step, found["loss"]))
-        run.lrs[step] = found.get("learning_rate", found.get("lr", math.nan))
-
-
-def _status(run: RecordedRun) -> tuple[str, str]:
+def _status(folder: Path, results: dict) -> tuple[str, str]:
     """Return (status, reason) of a run, whose folder may hold the files of a comparison.
 
     These are outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
     """
-    results = run.results
-    outcome, _, number = read_text(run.place / "outcome.txt").strip().partition(" ")
+    outcome, _, number = read_text(folder / "outcome.txt").strip().partition(" ")
     if outcome == "timeout":
         return "timeout", f"not finished after {number} s"
     if outcome == "interrupted":
         return "interrupted", "stopped by the user"
     if results.get("status") == "completed" and number in ("0", ""):
         return "completed", ""
-    log = read_text(run.place / "log.txt")
+    log = read_text(folder / "log.txt")
     if KILLED.search(log):
         sender = "which the kernel sends when the host has no memory left"
         return "oom", f"a rank was killed by SIGKILL, {sender}"
@@ -330,16 +313,18 @@ class Point(NamedTuple):
 
 @dataclass
 class Row:
-    """The runs of one strategy, or a single run, and their medians."""
+    """The runs of one strategy, or a single run; `Comparison` fills in the rest."""
 
     name: str
     runs: list[RecordedRun]
-    numbers: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))
+    numbers: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))  # medians
     points: list[Point] = field(default_factory=list)  # losses of the steps that the reference has
     evaluations: list[Point] = field(default_factory=list)
     # The first loss beyond the tolerance; or, if all training losses agree, the first evaluation.
     first: Point | None = None
+    largest: Point | None = None  # the training loss that differs most
     differences: list[Difference] = field(default_factory=list)  # of facts
+    causes: list[Difference] = field(default_factory=list)  # of `first`, the most likely first
 
     @property
     def completed(self) -> list[RecordedRun]:
@@ -355,94 +340,56 @@ class Row:
         return next((run.reason for run in self.runs if not run.completed), "")
 
     @property
-    def measured(self) -> bool:
-        return self.numbers["memory_bytes"] is not None
-
-    @property
     def kept(self) -> bool:
         return any(run.kept for run in self.runs)
 
     @property
-    def largest(self) -> Point | None:
-        """The loss that differs most from the reference's."""
-        return max(self.points, key=lambda point: point.relative, default=None)
-
-    def causes(self, lasting: int) -> list[Difference]:
-        """Return the differences that explain the first differing loss, the most likely first.
-
-        What can change step 1 would have been seen there: of several causes, those that begin to
-        have an effect just before the first differing step come first.
-
-        Args:
-            lasting: see `Comparison`; the first medians share their steps.
-        """
-        if self.first is None:
-            return []
-        on = "losses" if self.first in self.points else "evaluations"
-        effects = [(entry, entry.effect) for entry in self.differences if entry.effect.on == on]
-        latest = self.first.last + lasting - 1
-        found = [entry for entry, effect in effects if effect.first_step <= latest]
-        return sorted(found, key=lambda entry: -entry.effect.first_step)
+    def measured(self) -> bool:
+        return self.numbers["memory_bytes"] is not None
 
 
 @dataclass
 class Comparison:
-    """Rows of runs, compared with the first row that has a completed run."""
+    """Rows of runs, compared with the first row; of strategies, with the first that completed."""
 
     name: str
     rows: list[Row]
-    reference: Row | None
     tolerance: float | None  # largest relative loss difference that counts as equal
-    lasting: int = 1  # number of steps over which a loss difference is the median
     of_strategies: bool = False  # the rows are strategies, whose runs must do the same work
     step_cap: int | None = None  # the default --max_steps that was added to the user's arguments
     # The reference run again with a higher learning rate, to see whether the losses would show a
     # difference. It is not in `rows`.
     control: Row | None = None
 
-    @property
-    def base(self) -> RecordedRun | None:
-        """The run that all runs are compared with."""
-        return (self.reference.completed or self.reference.runs)[0] if self.reference else None
-
-    @property
-    def facts(self) -> dict:
-        return self.base.results if self.base else {}
-
-    @property
-    def work(self) -> dict:
-        return {key: lookup(self.facts, key) for key in SAME_WORK} if self.facts else {}
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the runs are memory simulations, which have no speed and no losses."""
-        return bool(self.facts.get("simulated_world_size"))
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.facts.get("device") == "cuda"
-
-    @property
-    def compared(self) -> list[Row]:
-        """Rows other than the reference with a loss that could be compared."""
-        rows = [row for row in self.rows if row is not self.reference]
-        return [row for row in rows if row.points or row.evaluations]
-
-    @property
-    def departing(self) -> list[Row]:
-        return [row for row in self.rows if row.first]
-
-    @property
-    def same_model(self) -> bool | None:
-        """Whether the losses of all compared rows agree; None if none could be compared."""
-        return not self.departing if self.compared else None
-
-    @property
-    def speeds_are_comparable(self) -> bool:
-        """Whether neither the control nor RESUME=1 indicates that the load differed."""
-        if self.control and self.control.numbers["speed"]:
-            return abs(self.control.numbers["speed"] - 1) <= LARGEST_SPEED_CHANGE
-        return len({row.kept for row in self.rows if row.completed}) < 2
+    def __post_init__(self) -> None:
+        candidates = [row for row in self.rows if row.completed or not self.of_strategies]
+        self.reference = candidates[0] if candidates else None
+        self.lasting = 1  # number of steps over which a loss difference is the median
+        self.facts: dict = {}  # results.json of the reference
+        if self.reference:
+            base = (self.reference.completed or self.reference.runs)[0]
+            self.facts = base.results
+        self.work = {key: lookup(self.facts, key) for key in SAME_WORK} if self.facts else {}
+        self.simulated = bool(self.facts.get("simulated_world_size"))
+        self.on_gpu = self.facts.get("device") == "cuda"
+        if self.reference and self.of_strategies:
+            precision = self.facts["precision"]
+            self.tolerance = self.tolerance or tolerance_of(precision, self.on_gpu)
+            self.lasting = lasting_steps(precision, not self.on_gpu)
+        for row in [*self.rows, *filter(None, [self.control])] if self.reference else []:
+            self._compare(row, base)
+        if not (self.control and self.control.completed):
+            self.control = None
+        others = [row for row in self.rows if row is not self.reference]
+        # Rows with a loss that could be compared, and those whose losses differ
+        self.compared = [row for row in others if row.points or row.evaluations]
+        self.departing = [row for row in self.rows if row.first]
+        # Whether the losses of all compared rows agree; None if none could be compared
+        self.same_model = not self.departing if self.compared else None
+        # Whether neither the control nor RESUME=1 indicates that the load differed
+        self.speeds_are_comparable = len({row.kept for row in self.rows if row.completed}) < 2
+        if self.control and (speed := self.control.numbers["speed"]):
+            self.speeds_are_comparable = abs(speed - 1) <= LARGEST_SPEED_CHANGE
 
     @property
     def exit_code(self) -> int:
@@ -452,14 +399,69 @@ class Comparison:
         failed = any(row.status not in ("completed", "skipped") for row in self.rows)
         return int(self.reference is None or bool(self.departing) or failed)
 
+    def _compare(self, row: Row, base: RecordedRun) -> None:
+        """Fill in a row: the medians of its runs, and what is relative to the reference."""
+        for run, (key, expected) in itertools.product(row.completed, self.work.items()):
+            if self.of_strategies and (value := lookup(run.results, key)) != expected:
+                run.status = "other_work"
+                run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
+        runs = row.completed if self.of_strategies else row.runs
+        measured = [run.numbers for run in row.completed if run.numbers]
+        if measured:
+            row.numbers |= {key: medians([run.get(key) for run in measured]) for key in measured[0]}
+        if len(measured) > 1 and not self.simulated:
+            speeds = [run["samples_per_second"] for run in measured]
+            ends = {"samples_per_second_low": min(speeds), "samples_per_second_high": max(speeds)}
+            row.numbers |= ends
+        for run in runs:
+            slack = base.slack + run.slack
+            row.points += points_of(base.losses, run.losses, self.lasting, slack)
+            row.evaluations += points_of(base.evaluations, run.evaluations, 1, slack)
+        for points in (row.evaluations, row.points):
+            beyond = [point for point in points if point.relative > (self.tolerance or 0)]
+            row.first = min(beyond, key=lambda point: point.last, default=row.first)
+        if runs:
+            row.differences = compare_facts(base, runs[0])
+            row.causes = self._causes_of(row)
+        if row.points:
+            row.largest = max(row.points, key=lambda point: point.relative)
+            row.numbers |= {"difference": row.largest.relative}
+            row.numbers |= {"difference_step": row.largest.last}
+        if row.first in row.points:
+            row.numbers |= {"departs_at": row.first.last, "departing_loss": row.first.b}
+        if row.measured and self.reference and self.reference.measured:
+            self._add_ratios(row, self.reference.numbers)
+
+    def _causes_of(self, row: Row) -> list[Difference]:
+        """Return the differences that explain the first differing loss, the most likely first.
+
+        What can change step 1 would have been seen there: of several causes, those that begin to
+        have an effect just before the first differing step come first.
+        """
+        if row.first is None:
+            return []
+        on = "losses" if row.first in row.points else "evaluations"
+        latest = row.first.last + self.lasting - 1  # the first medians share their steps
+        effects = [(entry, entry.effect) for entry in row.differences if entry.effect.on == on]
+        found = [entry for entry, effect in effects if effect.first_step <= latest]
+        return sorted(found, key=lambda entry: -entry.effect.first_step)
+
+    def _add_ratios(self, row: Row, reference: dict[str, Any]) -> None:
+        """Add the memory saved and the relative speed."""
+        numbers, ranks = row.numbers, self.facts.get("simulated_world_size")
+        shards = (ranks or self.facts["world_size"]) > 1
+        shards = shards or STRATEGIES[row.runs[0].results["strategy"]].offloads
+        if row is not self.reference and reference["memory_bytes"] and shards:
+            numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
+        if speed := reference["samples_per_second"]:
+            for suffix in ("", "_low", "_high"):
+                numbers[f"speed{suffix}"] = numbers[f"samples_per_second{suffix}"] / speed
+
 
 def compare_runs(runs: list[RecordedRun], tolerance: float) -> Comparison:
     """Compare runs of any kind with the first one, step by step."""
     rows = [Row(name, [run]) for name, run in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", runs, strict=False)]
-    comparison = Comparison(" ".join(str(run.place) for run in runs), rows, rows[0], tolerance)
-    for row in rows:
-        _compare(row, comparison)
-    return comparison
+    return Comparison(" ".join(str(run.place) for run in runs), rows, tolerance)
 
 
 def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
@@ -471,23 +473,9 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     planned_names = read_text(folder / "planned.txt").split()
     names = [n for n in STRATEGIES if n in planned_names or (folder / n).is_dir()]
     *rows, control = (_read_row(folder / name) for name in (*names, "control"))
-    reference = next((row for row in rows if row.completed), None)
-    comparison = Comparison(folder.resolve().name, rows, reference, tolerance, of_strategies=True)
-    if cap := read_text(folder / "step_cap.txt").strip():
-        comparison.step_cap = int(cap)
-    if reference is None:
-        return comparison
-    precision = comparison.facts["precision"]
-    comparison.tolerance = tolerance or tolerance_of(precision, comparison.on_gpu)
-    comparison.lasting = lasting_steps(precision, not comparison.on_gpu)
-    for row in (*rows, control):
-        for run, (key, expected) in itertools.product(row.completed, comparison.work.items()):
-            if (value := lookup(run.results, key)) != expected:
-                run.status = "other_work"
-                run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
-        _compare(row, comparison)
-    comparison.control = control if control.completed else None
-    return comparison
+    cap = read_text(folder / "step_cap.txt").strip()
+    step_cap = int(cap) if cap else None
+    return Comparison(folder.resolve().name, rows, tolerance, True, step_cap, control)
 
 
 def _read_row(folder: Path) -> Row:
@@ -502,45 +490,11 @@ def read_strategy_run(folder: Path) -> RecordedRun:
     if run.completed and not run.numbers:
         run.status, run.reason = "failed", f"{run.reason}: was it edited, or made by --eval_only?"
     elif run.completed and not run.results.get("simulated_world_size"):
-        if [span.end for span in run.spans] != [*range(1, run.results.get("steps", 0) + 1)]:
+        if [span.end for span in run.losses] != [*range(1, run.results.get("steps", 0) + 1)]:
             run.status, run.reason = "failed", "metrics.jsonl does not hold every step"
     elif run.status not in ("completed", "skipped", "oom", "timeout", "interrupted"):
         run.status = "failed"
     return run
-
-
-def _compare(row: Row, comparison: Comparison) -> None:
-    """Fill in the medians of the row's completed runs, and what is relative to the reference."""
-    numbers, reference, base = row.numbers, comparison.reference, comparison.base
-    assert reference and base and comparison.tolerance is not None
-    if measured := [run.numbers for run in row.completed if run.numbers]:
-        numbers |= {key: medians([run.get(key) for run in measured]) for key in measured[0]}
-    if len(measured) > 1 and not comparison.simulated:
-        speeds = [run["samples_per_second"] for run in measured]
-        numbers |= {"samples_per_second_low": min(speeds), "samples_per_second_high": max(speeds)}
-    runs = row.completed if comparison.of_strategies else row.runs
-    for run in runs:
-        row.points += points_of(base, run, comparison.lasting)
-        both = sorted(base.evaluations.keys() & run.evaluations.keys())
-        pairs = [(step, base.evaluations[step], run.evaluations[step]) for step in both]
-        row.evaluations += [Point(n, n, a, b, relative(a, b)) for n, a, b in pairs]
-        row.differences = row.differences or compare_facts(base, run)
-    for points in (row.evaluations, row.points):
-        beyond = [point for point in points if point.relative > comparison.tolerance]
-        row.first = min(beyond, key=lambda point: point.last, default=row.first)
-    if row.largest:
-        numbers |= {"difference": row.largest.relative, "difference_step": row.largest.last}
-    if row.first in row.points:
-        numbers |= {"departs_at": row.first.last, "departing_loss": row.first.b}
-    if not (row.measured and reference.measured):
-        return
-    ranks = base.results.get("simulated_world_size") or base.results["world_size"]
-    shards = ranks > 1 or STRATEGIES[runs[0].results["strategy"]].offloads
-    if row is not reference and reference.numbers["memory_bytes"] and shards:
-        numbers["saved"] = 1 - numbers["memory_bytes"] / reference.numbers["memory_bytes"]
-    if speed := reference.numbers["samples_per_second"]:
-        for suffix in ("", "_low", "_high"):
-            numbers[f"speed{suffix}"] = numbers[f"samples_per_second{suffix}"] / speed
 
 
 def compare_facts(a: RecordedRun, b: RecordedRun) -> list[Difference]:
@@ -563,7 +517,7 @@ def relative(a: float, b: float, slack: float = 0.0) -> float:
     return max(0.0, abs(a - b) - slack) / max(abs(a), 1e-12)
 
 
-def points_of(reference: RecordedRun, run: RecordedRun, lasting: int = 1) -> list[Point]:
+def points_of(a: list[Span], b: list[Span], lasting: int, slack: float) -> list[Point]:
     """Return the losses of the steps that both runs have.
 
     Runs that log means over different numbers of steps are compared in the means between the steps
@@ -572,16 +526,16 @@ def points_of(reference: RecordedRun, run: RecordedRun, lasting: int = 1) -> lis
     Args:
         lasting: number of steps of which each difference is the median: the step and those before
             it. The first differences are all the median of the first `lasting` steps.
+        slack: subtracted from each difference.
     """
-    both = (reference, run)
-    edges = [{edge for span in one.spans for edge in (span.start, span.end)} for one in both]
-    starts = [{span.start: span for span in one.spans} for one in both]
+    edges = [{edge for span in spans for edge in (span.start, span.end)} for spans in (a, b)]
+    starts = [{span.start: span for span in spans} for spans in (a, b)]
     found = []
     for start, end in itertools.pairwise(sorted(edges[0] & edges[1])):
-        a, b = (_mean_loss(spans, start, end) for spans in starts)
-        if a is not None and b is not None:
-            found.append((start + 1, end, a, b))
-    per_step = [relative(a, b, reference.slack + run.slack) for _, _, a, b in found]
+        mean, other = (_mean_loss(spans, start, end) for spans in starts)
+        if mean is not None and other is not None:
+            found.append((start + 1, end, mean, other))
+    per_step = [relative(a, b, slack) for _, _, a, b in found]
     return [
         Point(*point, median(per_step[max(0, number - lasting) : max(number, lasting)]))
         for number, point in enumerate(found, 1)

@@ -54,8 +54,6 @@ def as_markdown(comparison: Comparison) -> str:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as a JSON value; docs/COMPARISON.md explains its keys."""
     keys = ("name", "tolerance", "same_model", "speeds_are_comparable", "exit_code", "step_cap")
-    rows = [_row_as_json(row, comparison) for row in comparison.rows]
-    control = comparison.control and _row_as_json(comparison.control, comparison)
     return {
         "schema_version": 1,
         **{key: getattr(comparison, key) for key in (*keys, "work")},
@@ -67,16 +65,16 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "hardware": comparison.facts.get("hardware"),
         "versions": comparison.facts.get("versions"),
         "verdict": sentences_of(comparison),
-        "control": control,
-        "strategies" if comparison.of_strategies else "runs": rows,
+        "control": comparison.control and _row_as_json(comparison.control),
+        "strategies" if comparison.of_strategies else "runs": [*map(_row_as_json, comparison.rows)],
     }
 
 
-def _row_as_json(row: Row, comparison: Comparison) -> dict[str, Any]:
+def _row_as_json(row: Row) -> dict[str, Any]:
     attempts = [
         {
             "folder": str(run.place),
-            "steps": run.extent,
+            "steps": extent_of(run),
             "command": command_of(run),
             **{key: getattr(run, key) for key in ("status", "reason", "kept")},
             **{key: run.results.get(key) for key in ("started_at", "samples_per_second")},
@@ -92,7 +90,7 @@ def _row_as_json(row: Row, comparison: Comparison) -> dict[str, Any]:
         "compared_steps": sum(point.last - point.first + 1 for point in row.points),
         "first_difference": row.first and row.first._asdict(),
         "largest_difference": row.largest and row.largest._asdict(),
-        "likely_causes": [entry.name for entry in row.causes(comparison.lasting)],
+        "likely_causes": [entry.name for entry in row.causes],
         "differences": [
             {"name": entry.name, "a": entry.a, "b": entry.b}
             | {"changes": entry.effect.on, "effect": entry.effect.text}
@@ -110,7 +108,7 @@ def title(comparison: Comparison) -> str:
     work = comparison.work
     if not comparison.of_strategies:
         runs = [(row.name, row.runs[0]) for row in comparison.rows]
-        return "; ".join(f"{name}: {run.place}, {run.extent}" for name, run in runs)
+        return "; ".join(f"{name}: {run.place}, {extent_of(run)}" for name, run in runs)
     if not work:
         return f"Comparison of strategies: {comparison.name}"
     one, several = ("GPU", "GPUs") if comparison.on_gpu else ("CPU process", "CPU processes")
@@ -143,6 +141,13 @@ def provenance(comparison: Comparison) -> list[str]:
         f"Measured: {str(facts.get('started_at'))[:10]}; dataset {dataset.get('name')}, "
         f"sha256 {str(dataset.get('sha256'))[:12]}…",
     ]
+
+
+def extent_of(run: RecordedRun) -> str:
+    """Describe the steps that have a loss."""
+    if not run.losses:
+        return "no step"
+    return f"steps {run.losses[0].start + 1:,} to {run.losses[-1].end:,}"
 
 
 def command_of(run: RecordedRun) -> str:
@@ -252,27 +257,20 @@ def sentences_of(comparison: Comparison) -> list[str]:
     if comparison.reference is None:
         sentences = ["❌ No strategy completed, so there is nothing to compare."]
     elif comparison.simulated:
-        sentences = [_simulated(comparison)]
+        sentences = [
+            "This is a memory simulation: one process allocated what rank 0 of "
+            f"{comparison.work['simulated_world_size']} ranks would. Nothing was trained."
+        ]
     else:
         sentences = [*_losses(comparison, comparison.reference)]
         rows = [row for row in comparison.rows if row.measured and not row.first]
         if comparison.of_strategies and rows:
             sentences += [_speeds(comparison, rows), _smallest(comparison, rows)]
-        if comparison.of_strategies and comparison.work["world_size"] == 1:
-            one = "GPU" if comparison.on_gpu else "process"
-            sentences.append(
-                f"ℹ️  One {one} cannot show what sharding saves or what communication costs."
-            )
     return [*sentences, *_files(comparison)]
 
 
 def _losses(comparison: Comparison, reference: Row) -> Iterator[str]:
     """Say whose losses agree with the reference's, and whose differ and why."""
-    if comparison.of_strategies and reference.name != "dp":
-        dp = next((row for row in comparison.rows if row.name == "dp"), None)
-        reason = f"did not complete ({dp.status})" if dp else "was left out"
-        others = f"the others are compared with {reference.name}"
-        yield f"ℹ️  dp, the plain reference, {reason}: {others}."
     for row in comparison.rows:
         alone = not (row is reference or row.points or row.evaluations or comparison.of_strategies)
         if row.first or alone:
@@ -290,35 +288,31 @@ def _losses(comparison: Comparison, reference: Row) -> Iterator[str]:
             f"difference is {worst.relative:.1e}{medians} ({row.name}, {worst.steps}); tolerance "
             f"{comparison.tolerance:g}."
         )
-    if comparison.of_strategies and not comparison.compared:
+    if not comparison.compared and comparison.of_strategies:
         yield f"ℹ️  Only {reference.name} completed, so no losses could be compared."
-    if comparison.control and comparison.control.largest and comparison.compared:
+    if comparison.control and comparison.compared:
         yield _control(comparison.control, reference)
 
 
 def row_sentence(row: Row, comparison: Comparison) -> str:
     """Say how the losses of a row differ from the reference's, and the likely cause."""
-    if not (row.points or row.evaluations):
+    first, largest, reference = row.first, row.largest, comparison.reference
+    if first is None or reference is None:
         status = f"{row.status}{': ' * bool(row.reason)}{row.reason}"
         return f"❌ {row.name}: no loss could be compared, no step in common ({status})."
-    assert comparison.reference and comparison.tolerance is not None
-    of = "its first run" if row is comparison.reference else comparison.reference.name
-    first, on = row.first, ""
-    if first is None:
-        return f"✅ {row.name}: the losses agree with those of {of}."
-    what = "training losses agree, and the evaluations"
+    what, on = "training losses agree, and the evaluations", ""
     if first in row.points:
         what, later = "losses", row.points[row.points.index(first) :]
-        on = " on" if all(point.relative > comparison.tolerance for point in later) else ""
+        on = " on" if all(point.relative > (comparison.tolerance or 0) for point in later) else ""
     digits = ".4f" if first.relative > 1e-4 else ".8g"
     text = (
-        f"❌ {row.name}: the {what} differ from those of {of} from {first.steps}{on} "
+        f"❌ {row.name}: the {what} differ from those of "
+        f"{'its first run' if row is reference else reference.name} from {first.steps}{on} "
         f"({first.a:{digits}} and {first.b:{digits}}, {first.relative:.1e} relative)."
     )
-    if first in row.points and row.largest and row.largest != first:
-        text += f" The largest difference is {row.largest.relative:.1e}, at {row.largest.steps}."
-    causes = row.causes(comparison.lasting)[:MOST_CAUSES]
-    named = "; or ".join(f"{entry}: {entry.effect.text}" for entry in causes)
+    if largest and largest != first and first in row.points:
+        text += f" The largest difference is {largest.relative:.1e}, at {largest.steps}."
+    named = "; or ".join(f"{entry}: {entry.effect.text}" for entry in row.causes[:MOST_CAUSES])
     return text + (f" Likely cause: {named}." if named else _rounding(row))
 
 
@@ -342,10 +336,9 @@ def _rounding(row: Row) -> str:
 def _control(control: Row, reference: Row) -> str:
     """Say whether the losses would show a strategy that trains slightly differently."""
     rates = [next(iter(row.completed[0].lrs.values())) for row in (control, reference)]
-    assert control.largest
     text = (
         f"with a {100 * (rates[0] / rates[1] - 1):.0f}% higher learning rate the losses of "
-        f"{reference.name} differ by up to {control.largest.relative:.1e}"
+        f"{reference.name} differ by up to {control.numbers['difference']:.1e}"
     )
     if control.first:
         at = f"and exceed the tolerance at step {control.first.last}"
@@ -367,59 +360,41 @@ def _speeds(comparison: Comparison, rows: list[Row]) -> str:
             f"⚠️  The speeds are not comparable: {reason}. Other programs may have used the "
             "machine. Compare again without RESUME, with REPEATS=3."
         )
-    fastest, *others = sorted(rows, key=lambda row: -row.numbers["samples_per_second"])
-    rate = fastest.numbers["samples_per_second"]
-    text = f"Fastest: {fastest.name}, {human_rate(rate)} samples/s"
-    if others:
-        ratio = others[-1].numbers["samples_per_second"] / rate
-        text += f"; slowest: {others[-1].name}, {ratio:.2f} times that"
-    cpu = " The ranks share this CPU and its memory, so the order can differ on GPUs."
-    return f"{text}.{'' if comparison.on_gpu else cpu}"
+    ranking = sorted(rows, key=lambda row: -row.numbers["samples_per_second"])
+    fastest, slowest = (row.numbers["samples_per_second"] for row in (ranking[0], ranking[-1]))
+    text = f"Fastest: {ranking[0].name}, {human_rate(fastest)} samples/s; "
+    text += f"slowest: {ranking[-1].name}, {slowest / fastest:.2f} times that."
+    one = "GPU" if comparison.on_gpu else "process"
+    if comparison.work["world_size"] == 1:
+        text += f" One {one} cannot show what sharding saves or what communication costs."
+    if not comparison.on_gpu:
+        text += " The ranks share this CPU and its memory, so the order can differ on GPUs."
+    return text
 
 
 def _smallest(comparison: Comparison, rows: list[Row]) -> str:
     """Name the strategy with the least GPU memory, and the least without offloading."""
-    least = min(rows, key=lambda row: row.numbers["memory_bytes"])
-    usage = "at its peak" if comparison.on_gpu else "of model states"
-    size = human_bytes(least.numbers["memory_bytes"])
-    text = f"Least GPU memory: {least.name}, {size} per rank {usage}"
     on_device = [row for row in rows if not STRATEGIES[row.name].offloads]
-    if on_device and least not in on_device:
-        row = min(on_device, key=lambda row: row.numbers["memory_bytes"])
-        host = human_bytes(sum(least.numbers["host_categories"].values()))
-        size = human_bytes(row.numbers["memory_bytes"])
-        text += f", and {host} of host memory. Without offloading: {row.name}, {size}"
-    return f"{text}."
-
-
-def _simulated(comparison: Comparison) -> str:
-    """Explain memory simulations, and compare the memory estimate with them."""
-    text = (
-        "This is a memory simulation: one process allocated what rank 0 of "
-        f"{comparison.work['simulated_world_size']} ranks would. Nothing was trained."
+    least, without = (
+        min(some, key=lambda row: row.numbers["memory_bytes"]) for some in (rows, on_device or rows)
     )
-    numbers = [row.numbers for row in comparison.rows if row.numbers["planned_bytes"]]
-    if numbers:
-        error = max(abs(n["planned_bytes"] / n["memory_bytes"] - 1) for n in numbers)
-        text += f" The plan differs by at most {100 * error:.1f}%."
-    return text
+    sizes = [human_bytes(row.numbers["memory_bytes"]) for row in (least, without)]
+    usage = "at its peak" if comparison.on_gpu else "of model states"
+    text = f"Least GPU memory: {least.name}, {sizes[0]} per rank {usage}."
+    return text if without is least else f"{text} Without offloading: {without.name}, {sizes[1]}."
 
 
 def _files(comparison: Comparison) -> Iterator[str]:
-    """Name the runs that did not complete, with reason and log, and files that are damaged."""
+    """Name the runs that did not complete, with reason and log, and what files lack."""
     for row in comparison.rows:
-        for run in row.runs:
-            where = row.name if comparison.of_strategies else run.place
-            if run.unreadable:
-                lines = "1 line" if run.unreadable == 1 else f"{run.unreadable:,} lines"
-                yield f"⚠️  {where}: {lines} of metrics.jsonl cannot be read and are left out."
-            if run.completed and run.reason:
-                yield f"ℹ️  {where}: {run.reason}, so its numbers are left out."
-        if row.status == "completed":
-            continue
-        text = f"{row.name}: {row.status.replace('_', ' ')}"
-        if row.completed:
-            text += f" ({len(row.completed)} of {len(row.runs)} repeats completed)"
-        mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
-        log = next((run.place / "log.txt" for run in row.runs if not run.completed), None)
-        yield f"{mark} {text}. {row.reason}" + (f" Log: {log}" if log and log.is_file() else "")
+        for run in row.completed:
+            if run.reason:
+                yield f"⚠️  {row.name}: {run.reason}, and is left out."
+        if row.status != "completed":
+            text = f"{row.name}: {row.status.replace('_', ' ')}"
+            if row.completed:
+                text += f" ({len(row.completed)} of {len(row.runs)} repeats completed)"
+            mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
+            logs = [run.place / "log.txt" for run in row.runs if not run.completed]
+            log = f" Log: {logs[0]}" if logs and logs[0].is_file() else ""
+            yield f"{mark} {text}. {row.reason}{log}"

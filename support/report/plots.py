@@ -64,7 +64,7 @@ def charts_of(comparison: Comparison) -> dict[str, Chart]:
         charts[caption] = partial(draw_speed, rows=timed)
     if rows := [row for row in comparison.rows if row.points]:
         runs = {row.name: (row.completed or row.runs)[0] for row in rows}
-        losses = {name: [(s.end, s.loss) for s in run.spans] for name, run in runs.items()}
+        losses = {name: [(s.end, s.loss) for s in run.losses] for name, run in runs.items()}
         charts["Training loss (nats per token)"] = partial(draw_lines, lines=losses)
         chart = partial(draw_differences, comparison=comparison, rows=rows)
         charts["Relative difference of the loss"] = chart
