@@ -191,7 +191,10 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
             "recommended": chosen.strategy if chosen else None,
             "command": command,
         }
-        print(json.dumps(answer | ({"cost": spent.as_dict()} if spent else {}), indent=2))
+        if spent:
+            entry = {"summary": spent.summary, **spent.values, "sources": spent.sources}
+            answer["cost"] = {**entry, "warnings": spent.warnings}
+        print(json.dumps(answer, indent=2))
         return exit_code
     print(f"{title(args, work, limits)}\n\n{estimates(args, work, needs, limits)}")
     for need in needs if args.explain else ():
@@ -327,9 +330,9 @@ def cost_of_plan(args: Options, work: Workload, strategy: str) -> cost.Cost | No
 
 def jobs(args: Options, spent: cost.Cost) -> str:
     """Return the Slurm jobs of the run, each saved before its limit and requeued."""
-    number = {figure.key: figure.value for figure in spent.figures}
-    step = None if args.results else 3600 * number["hours"] / number["steps"]
-    flags = {"hours": number["hours"], "max_steps": None, "step_seconds": step, "mtbf": None}
+    hours = spent.values["hours"]
+    step = None if args.results else 3600 * hours / spent.values["steps"]
+    flags = {"hours": hours, "max_steps": None, "step_seconds": step, "mtbf": None}
     flags |= {"requeue": True, "signal_seconds": None}
     flags |= {"num_nodes": 1, "num_gpus_per_node": args.gpus}
     return cost.slurm_budget(Options(**(vars(args) | flags)))

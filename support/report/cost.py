@@ -48,33 +48,17 @@ class Rate(NamedTuple):
     share: float = 1.0  # of the positions of its sequences that hold tokens, not padding
 
 
-class Figure(NamedTuple):
-    """A number of the cost: its key, its value, the value as text, and where it is from."""
-
-    key: str
-    value: float
-    text: str
-    source: str
-
-
 class Cost(NamedTuple):
     """The cost of a run; `str` has it as text."""
 
     summary: str
-    figures: list[Figure]
+    values: dict[str, float]
+    texts: dict[str, str]  # the values as text
+    sources: dict[str, str]  # where each value is from
     warnings: list[str]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry of --json."""
-        return {
-            "summary": self.summary,
-            **{figure.key: figure.value for figure in self.figures},
-            "sources": {figure.key: figure.source for figure in self.figures},
-            "warnings": self.warnings,
-        }
-
     def __str__(self) -> str:
-        rows = [(figure.key, figure.text, figure.source) for figure in self.figures]
+        rows = [(key, text, self.sources[key]) for key, text in self.texts.items()]
         lines = [self.summary, "", text_table(rows, ("number", "value", "source"))]
         lines.append("Start, evaluation, checkpoints and export of the run are not included.")
         return "\n".join(lines + [f"⚠️  {warning}" for warning in self.warnings])
@@ -128,29 +112,30 @@ def cost_of(args: Options, work: Workload, rate: Rate) -> Cost:
     words, tokens, steps = amount_of_work(args, global_batch, rate.share)
     gpu_hours = tokens / rate.tokens_per_second / 3600
     hours, speed = gpu_hours / work.world_size, rate.tokens_per_second
-    by_rate, source = f"{rate.source} rate", f"{rate.source}: {rate.details}"
-    in_hours = f"{human_rate(hours)} h" + f" ({human_time(3600 * hours)})" * (hours < 2)
+    by_rate = f"{rate.source} rate"
+    values = {"tokens": tokens, "steps": steps, "tokens_per_second_per_gpu": speed}
+    values |= {"hours": hours, "gpu_hours": gpu_hours}
     batch = f"computed: {global_batch:,} sequences of {work.seq_length:,} tokens per step"
     batch += f", of which {1 - rate.share:.1%} is padding" if rate.share < 1 else ""
     given = " and ".join(f"--{flag}" for flag in (*WORK, "epochs") if getattr(args, flag))
-    figures = [
-        Figure("tokens", tokens, f"{tokens:,}", f"given: {given}"),
-        Figure("steps", steps, f"{steps:,}", batch),
-        Figure("tokens_per_second_per_gpu", speed, f"{speed:,.0f}", source),
-        Figure("hours", hours, in_hours, by_rate),
-        Figure("gpu_hours", gpu_hours, f"{human_rate(gpu_hours)} GPU-hours", by_rate),
-    ]
+    sources = {"tokens": f"given: {given}", "steps": batch}
+    sources |= {"tokens_per_second_per_gpu": f"{rate.source}: {rate.details}"}
+    sources |= {"hours": by_rate, "gpu_hours": by_rate}
+    texts = {key: f"{value:,.0f}" for key, value in values.items()}
+    texts["hours"] = f"{human_rate(hours)} h" + f" ({human_time(3600 * hours)})" * (hours < 2)
+    texts["gpu_hours"] = f"{human_rate(gpu_hours)} GPU-hours"
     if args.price:
-        price = gpu_hours * args.price
-        source = f"{by_rate}, given: {args.price:g} per GPU-hour"
-        figures.append(Figure("price", price, f"${price:,.2f}", source))
+        values["price"] = gpu_hours * args.price
+        texts["price"] = f"${values['price']:,.2f}"
+        sources["price"] = f"{by_rate}, given: {args.price:g} per GPU-hour"
     if args.watts:
-        energy = gpu_hours * args.watts / 1000
-        source = f"{by_rate}, given: {args.watts:g} W per GPU; host and cooling not included"
-        figures.append(Figure("energy_kwh", energy, f"{human_rate(energy)} kWh", source))
-    texts = ", ".join(figure.text for figure in figures[3:])
-    basis = f"({rate.source}: {rate.basis})"
-    return Cost(f"{words} on {work.world_size} x {rate.device}: {texts} {basis}", figures, rate[5])
+        values["energy_kwh"] = gpu_hours * args.watts / 1000
+        texts["energy_kwh"] = f"{human_rate(values['energy_kwh'])} kWh"
+        watts = f"given: {args.watts:g} W per GPU; host and cooling not included"
+        sources["energy_kwh"] = f"{by_rate}, {watts}"
+    title = f"{words} on {work.world_size} x {rate.device}"
+    summary = f"{title}: {', '.join([*texts.values()][3:])} ({rate.source}: {rate.basis})"
+    return Cost(summary, values, texts, sources, rate.warnings)
 
 
 # --------------------------------------------------------------------------------------- the rate

@@ -201,9 +201,7 @@ class MetricsLogger:
         if self.trace:
             with errors_as_notices(self._ctx):
                 self.trace.stop()
-        if sample:
-            self.trackers.sample(self._state.step, sample)
-        self.trackers.close()
+        self.trackers.close(self._state.step, sample)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from support.cli.arguments import Arguments
 from support.cli.paths import EVENT_FILES
@@ -27,64 +29,63 @@ CURVES = {
 }
 
 
-class TensorBoard:
-    """Event files in a folder; a resumed run continues the curves at its checkpoint."""
+class Tracker(NamedTuple):
+    """A program that shows curves."""
 
-    errors: tuple[type[Exception], ...] = (OSError,)  # a full disk
+    name: str
+    errors: tuple[type[Exception], ...]  # a full disk, a lost connection
+    curves: Callable[[int, dict[str, float]], object]  # logs one point of each curve at a step
+    text: Callable[[int, str, str], object]  # logs a text under a name at a step
+    close: Callable[[], object]
 
-    def __init__(self, folder: Path, step: int, arguments: dict):
-        from torch.utils.tensorboard import SummaryWriter
 
-        # The steps after the checkpoint are run again. With purge_step TensorBoard hides the points
-        # that earlier event files have of them; of a run that starts at step 0, all points.
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
-        table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
-        self.text(step, "arguments", f"| flag | value |\n| --- | --- |\n{table}")
-        self.flush, self.close = self._writer.flush, self._writer.close
+def tensorboard(folder: Path, step: int, arguments: dict, ctx: DistContext) -> Tracker:
+    """Write event files into a folder; a resumed run continues the curves at its checkpoint."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def curves(self, step: int, values: dict[str, float]) -> None:
-        """Log one point of each curve."""
+    # The steps after the checkpoint are run again. With purge_step TensorBoard hides the points
+    # that earlier event files have of them; of a run that starts at step 0, all points.
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
+    ctx.failures.flushes.append(writer.flush)
+    table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
+    writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
+
+    def curves(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Log a text under a name."""
-        self._writer.add_text(name, text, step)
+    def text(step: int, name: str, text: str) -> None:
+        writer.add_text(name, text, step)
+
+    return Tracker("tensorboard", (OSError,), curves, text, writer.close)
 
 
-class WandB:
-    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
+def wandb(folder: Path, arguments: dict, labels: dict) -> Tracker:
+    """Start a run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
 
     Args:
         labels: arguments of `wandb.init`: id, project, name and tags.
     Raises:
         UserError: wandb could not start, for example for lack of an account or a network.
     """
+    import wandb
 
-    def __init__(self, folder: Path, arguments: dict, labels: dict):
-        import wandb
+    errors = (OSError, wandb.Error, ValueError)  # ValueError: a setting in the environment
+    try:
+        settings = wandb.Settings(silent=True, console="off", login_timeout=30)
+        run = wandb.init(
+            **labels, resume="allow", dir=str(folder), config=arguments, settings=settings
+        )
+    except errors as error:
+        raise UserError(
+            f"--report_to wandb: {first_line(error).rstrip('.')}. "
+            "Log in with `wandb login`, or set WANDB_MODE=offline."
+        ) from error
 
-        # A lost connection, or a full disk; ValueError: a setting in the environment
-        self.errors = (OSError, wandb.Error, ValueError)
-        try:
-            settings = wandb.Settings(silent=True, console="off", login_timeout=30)
-            self._run = wandb.init(
-                **labels, resume="allow", dir=str(folder), config=arguments, settings=settings
-            )
-        except self.errors as error:
-            raise UserError(
-                f"--report_to wandb: {first_line(error).rstrip('.')}. "
-                "Log in with `wandb login`, or set WANDB_MODE=offline."
-            ) from error
-        self.close = self._run.finish
+    def text(step: int, name: str, text: str) -> None:
+        run.summary[name] = text
 
-    def curves(self, step: int, values: dict[str, float]) -> None:
-        """Log one point of each curve."""
-        self._run.log(values, step=step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Store a text under a name in the run's summary."""
-        self._run.summary[name] = text
+    return Tracker("wandb", errors, lambda step, v: run.log(v, step=step), text, run.finish)
 
 
 def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str]:
@@ -112,7 +113,7 @@ def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -
     Args:
         step: the optimizer step from which the run continues; 0 for a new run.
     """
-    trackers: list[TensorBoard | WandB] = []
+    trackers: list[Tracker] = []
     if ctx.is_main and args.report_to:
         values = {**vars(args), "tags": ", ".join(args.tags)}
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
@@ -122,13 +123,11 @@ def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -
             if args.overwrite and args.resume is None:
                 for file in events.glob(EVENT_FILES):
                     file.unlink(missing_ok=True)
-            tensorboard = TensorBoard(events, step, arguments)
-            ctx.failures.flushes.append(tensorboard.flush)
-            trackers.append(tensorboard)
+            trackers.append(tensorboard(events, step, arguments, ctx))
         if "wandb" in args.report_to:
             identifier, project = wandb_run_of(folder, step, args.project)
             labels = {"id": identifier, "project": project, "name": args.run_name}
-            trackers.append(WandB(folder, arguments, {**labels, "tags": args.tags or None}))
+            trackers.append(wandb(folder, arguments, {**labels, "tags": args.tags or None}))
     return Trackers(trackers, ctx.console, active=bool(args.report_to))
 
 
@@ -140,7 +139,7 @@ class Trackers:
         active: whether --report_to names a tracker; the same on every rank.
     """
 
-    def __init__(self, trackers: list, console: Console, active: bool):
+    def __init__(self, trackers: list[Tracker], console: Console, active: bool):
         self._trackers, self._console, self.active = trackers, console, active
 
     def _call(self, method: str, *values) -> None:
@@ -149,10 +148,8 @@ class Trackers:
                 getattr(tracker, method)(*values)
             except tracker.errors as error:
                 self._trackers.remove(tracker)
-                self._console.warn(
-                    f"--report_to {type(tracker).__name__.lower()} failed, and is not used any "
-                    f"more: {explain(error)}"
-                )
+                failed = f"--report_to {tracker.name} failed, and is not used any more"
+                self._console.warn(f"{failed}: {explain(error)}")
 
     def log(self, record: dict) -> None:
         """Log the curves of one record of metrics.jsonl."""
@@ -164,10 +161,8 @@ class Trackers:
         values = {f"memory_gb/rank{rank}": size / GB for rank, size in enumerate(allocated)}
         self._call("curves", step, values)
 
-    def sample(self, step: int, text: str) -> None:
-        """Log the text that --generate produced."""
-        self._call("text", step, "sample", text)
-
-    def close(self) -> None:
-        """Close all trackers."""
+    def close(self, step: int, sample: str | None) -> None:
+        """Close all trackers, after the text that --generate produced."""
+        if sample:
+            self._call("text", step, "sample", sample)
         self._call("close")
