@@ -82,13 +82,7 @@ def is_planned(args: Options) -> bool:
 
 
 def amount_of_work(args: Options, global_batch: int, share: float = 1.0) -> tuple[str, int, int]:
-    """Return the work in words, the tokens and the optimizer steps of a run.
-
-    Args:
-        args: --max_steps, --tokens, or --dataset_tokens with --epochs; and the seq_length.
-        global_batch: sequences per optimizer step; the last step of an epoch may have fewer.
-        share: see `Rate`.
-    """
+    """Return the work in words, the tokens and the optimizer steps of a run; `share`: see Rate."""
     length = args.seq_length * share
     if args.max_steps:
         tokens = round(args.max_steps * global_batch * length)
@@ -217,8 +211,6 @@ def differences(results: dict[str, Any], planned: dict[str, Any]) -> str:
 def read_run(flag: str, path: str) -> tuple[str, dict[str, Any]]:
     """Return the flag with the path, for messages, and the results.json of a completed run.
 
-    Args:
-        path: the file, or the output folder of the run.
     Raises:
         UserError: the file is missing or damaged, or the run did not complete or did not train.
     """
@@ -295,10 +287,9 @@ class Budget(NamedTuple):
 
 
 def young_daly(save: float, mtbf: float) -> float:
-    """Return the time between two saves that loses the least: sqrt(2 · save · MTBF).
+    """Return the time between two saves that loses the least (Young 1974, Daly 2006).
 
-    Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006: for saves longer than twice the mean time
-    between failures of the job (MTBF), the interval is the MTBF.
+    For saves longer than twice the mean time between failures of the job it is that time (MTBF).
     """
     return math.sqrt(2 * save * mtbf) if save < 2 * mtbf else mtbf
 
@@ -440,10 +431,9 @@ class Network:
     def measured(
         cls, ranks: int, latency: float, bandwidth: Mapping[int, Sequence[float]]
     ) -> Network:
-        """Return the network that --check has measured.
+        """Return the network that --check has measured on a number of ranks.
 
         Args:
-            ranks: of that --check.
             latency: seconds of a small all-reduce.
             bandwidth: for a message's bytes the rates of COLLECTIVES, in bytes that a rank sends
                 per second if the collective is a ring.
@@ -457,13 +447,7 @@ class Network:
         return cls(transfer, latency / (2 * (ranks - 1)))
 
     def seconds(self, kind: str, ranks: int, calls: float, sent: float) -> float:
-        """Return the time of collectives of one kind.
-
-        Args:
-            kind: such as "all_reduce".
-            calls: their number.
-            sent: the bytes that a rank sends in them, in units of (N - 1) / N.
-        """
+        """Return the time of collectives of one kind, in which a rank sends (N - 1) / N `sent`."""
         latency = calls * 2 * (ranks - 1) * self.hop_seconds
         transfers = calls * TIMES_SENT.get(kind, 1)
         if not sent:  # a barrier
@@ -499,11 +483,8 @@ class Step:
 
 
 def read_step(alone: Path, together: Path) -> Step:
-    """Read a step from the results of two runs.
-
-    Args:
-        alone: the folder of a run on one rank, which shows the time of the computation.
-        together: of the same run on several ranks on any network, which shows the collectives.
+    """Read a step from a run on one rank, which shows the time of the computation, and from the
+    same run on several ranks on any network, which shows the collectives.
     """
     one, several = (read_run("The folder", str(folder))[1] for folder in (alone, together))
     if different := [key for key in SAME_WORK if one.get(key) != several.get(key)]:

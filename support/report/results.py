@@ -126,8 +126,3 @@ def lock_folder(folder: Path):
         raise UserError(
             f"--output_dir {folder} is in use by another run: wait for it, or name another folder."
         ) from None
-    except OSError as error:
-        raise UserError(
-            f"--output_dir {folder}: its lock file .lock cannot be used ({error.strerror}): "
-            "remove it."
-        ) from error

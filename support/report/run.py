@@ -38,27 +38,19 @@ class Run:
 
     results.json is written at the start with the status "running", and again at the end. With
     --resume an earlier run's file is kept until this run has loaded its checkpoint.
-
-    Attributes:
-        facts: the content of results.json.
-        before: the earlier run's results.json, on every rank; None if there is none.
-        kept: whether the file is still the earlier run's.
-        target: where the model is exported to.
-        memory: memory after each phase of the run.
-        metrics, manager: set by `start_training`.
     """
 
-    target: export.Target
-    memory: MemoryByPhase
-    metrics: MetricsLogger
+    target: export.Target  # where the model is exported to
+    memory: MemoryByPhase  # after each phase of the run
+    metrics: MetricsLogger  # from `start_training` on, as the manager
     manager: CheckpointManager
     _snapshot: profiling.MemorySnapshot | None = None
 
     def __init__(self, ctx: DistContext, folder: Path, facts: dict):
-        self.ctx, self.folder, self.facts = ctx, folder, facts
-        self.path = folder / "results.json"
-        self.before: dict | None = None
-        self.kept = False
+        self.ctx, self.folder = ctx, folder
+        self.path, self.facts = folder / "results.json", facts
+        self.before: dict | None = None  # the earlier run's results.json, on every rank
+        self.kept = False  # whether the file is still the earlier run's
 
     @classmethod
     def open(cls, args: Arguments, ctx: DistContext) -> Run:
@@ -149,11 +141,7 @@ class Run:
             )
 
     def model_loaded(self, args: Arguments, spec: ModelSpec, dataset: dict, train_data) -> None:
-        """Print and record the sizes of the model and of the data.
-
-        Args:
-            dataset: the dataset's entry in results.json.
-        """
+        """Print and record the sizes of the model and of the data (`dataset`: its entry)."""
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
             self._prompt(args, spec, dataset)
@@ -245,8 +233,6 @@ class Run:
     def finish(self, args: Arguments, state: TrainState, eval_loss: float | None, casting) -> None:
         """Summarize the run, export the model, and print a sample of its text.
 
-        Args:
-            casting: the autocast context in which --generate runs the model.
         Raises:
             TrainingError: the export failed; the message says where the trained weights are.
         """
@@ -258,10 +244,7 @@ class Run:
         if args.load_best_at_end and state.best:
             manager.load_best(state.best["step"], state.step)
         elif args.load_best_at_end:
-            ctx.console.warn(
-                "--load_best_at_end: no evaluation gave a finite loss, so these are the last "
-                "weights."
-            )
+            ctx.console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
         self.update(checkpoint_seconds=manager.seconds)
         self.update(**summary.summarize(args, ctx, manager.spec, self.metrics, state, eval_loss))
         summary.say_results(ctx, self.facts, args)

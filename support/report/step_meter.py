@@ -30,12 +30,7 @@ def create_meter(
     memory_by_phase: MemoryByPhase,
     state: TrainState,
 ) -> StepMeter:
-    """Return the meter of this rank's steps, which measures the memory of the last one.
-
-    Args:
-        args: --profile_memory, --batch_size, --seq_length.
-        objects: the model and the optimizer as wrapped by the strategy.
-    """
+    """Return the meter of this rank's steps, which measures the memory of the last one."""
     module = unwrapped(objects.model)
     # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
     all_logits = 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
@@ -97,11 +92,7 @@ class StepMeter:
         self._mark_time(None)
 
     def mark(self, phase: str) -> None:
-        """Assign the time and the memory since the last mark to a phase of the step.
-
-        Args:
-            phase: one of PHASES.
-        """
+        """Assign the time and the memory since the last mark to a phase of the step (PHASES)."""
         self._mark_time(phase)
         name = "optimizer_step" if phase == "update" else phase
         self.memory_by_phase.doing = AFTER[name]
@@ -163,22 +154,16 @@ class StepMeter:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of first steps that averages exclude, at most 5.
-
-        They are slow: compilation, first allocations, DeepSpeed's first pass over the model.
-        """
+        """Number of slow first steps (compilation, first allocations) that averages exclude."""
         return min(5, (self.step - self.first_step) // 4)
 
     def speed(self, samples: list[int], tokens: list[int]) -> dict:
-        """Return throughput and step times, without the warm-up steps.
+        """Return throughput and step times, without the warm-up steps, by keys of results.json.
 
         A step that was slowed down by the measurement of its memory is excluded, if others exist.
 
         Args:
             samples, tokens: numbers of each step in `steps`, over all ranks.
-        Returns:
-            The keys of results.json from warmup_steps_excluded to step_phases_seconds; only
-            warmup_steps_excluded, which is 0, if no step was timed.
         """
         if not tokens:
             return {"warmup_steps_excluded": 0}

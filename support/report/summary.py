@@ -156,11 +156,7 @@ def say_files(ctx: DistContext, results: Path) -> None:
 
 
 def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
-    """Print the results at the end of a run.
-
-    Args:
-        facts: the content of results.json.
-    """
+    """Print the results at the end of a run, from the content of results.json."""
     print0, memory, on_gpu = ctx.console.print0, facts["memory"], ctx.device.type == "cuda"
     if args.profile_memory or ctx.simulated:
         for line in memory_profile(memory, on_gpu):
@@ -188,9 +184,6 @@ def memory_profile(memory: dict, on_gpu: bool) -> Iterator[str]:
     """Yield the lines of --profile_memory: ranks, phases, kinds of state, host and NVMe.
 
     They show the rank with the most, and in brackets the one with the least if it differs.
-
-    Args:
-        memory: the entry of results.json.
     """
     on_device = ["device_allocated", "device_reserved", "device_peak"] if on_gpu else []
     for rank in range(len(memory["peak_bytes"])):

@@ -63,8 +63,6 @@ def tensorboard(folder: Path, step: int, arguments: dict, ctx: DistContext) -> T
 def wandb(folder: Path, arguments: dict, labels: dict) -> Tracker:
     """Start a run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
 
-    Args:
-        labels: arguments of `wandb.init`: id, project, name and tags.
     Raises:
         UserError: wandb could not start, for example for lack of an account or a network.
     """
@@ -91,11 +89,7 @@ def wandb(folder: Path, arguments: dict, labels: dict) -> Tracker:
 def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str]:
     """Return the wandb identifier and project of an output folder's run, from wandb-run.txt.
 
-    A new run (`step` is 0) gets a new identifier.
-
-    Args:
-        project: --project. Without it a resumed run keeps its project, and a new one gets
-            WANDB_PROJECT or DEFAULT_PROJECT.
+    A new run (`step` is 0) gets a new identifier, and without --project that of WANDB_PROJECT.
     """
     path = folder / "wandb-run.txt"
     if step and path.is_file() and len(stored := path.read_text().split("\n")) >= 2:
@@ -108,11 +102,7 @@ def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str
 
 
 def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -> Trackers:
-    """Start the trackers that --report_to names, on rank 0.
-
-    Args:
-        step: the optimizer step from which the run continues; 0 for a new run.
-    """
+    """Start the trackers that --report_to names, on rank 0, for a run from a step on."""
     trackers: list[Tracker] = []
     if ctx.is_main and args.report_to:
         values = {**vars(args), "tags": ", ".join(args.tags)}
@@ -132,13 +122,9 @@ def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -
 
 
 class Trackers:
-    """All trackers of a run. One that fails is dropped with a warning, and training continues.
+    """All trackers of a run. One that fails is dropped with a warning, and training continues."""
 
-    Args:
-        trackers: empty on every rank but rank 0.
-        active: whether --report_to names a tracker; the same on every rank.
-    """
-
+    # trackers: empty on every rank but rank 0; active: whether --report_to names one, on any rank
     def __init__(self, trackers: list[Tracker], console: Console, active: bool):
         self._trackers, self._console, self.active = trackers, console, active
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from types import SimpleNamespace
 
@@ -124,27 +123,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert lock_folder(tmp_path) is None
     files.TemporaryFolder(tmp_path, "x-").remove()
     assert left.exists()  # whose owner may live
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        lambda path: path.symlink_to(path.parent / "precious"),
-        os.mkfifo,
-        os.mkdir,
-        lambda path: path.symlink_to("/dev/full"),
-    ],
-    ids=["a link", "a pipe", "a folder", "a device"],
-)
-def test_what_has_the_lock_files_name_is_not_touched(tmp_path, how):
-    from support.errors import UserError
-    from support.report.results import lock_folder
-
-    (tmp_path / "precious").write_text("content")
-    how(tmp_path / ".lock")
-    with pytest.raises(UserError, match=r"\.lock"):
-        lock_folder(tmp_path)
-    assert (tmp_path / "precious").read_text() == "content"
 
 
 def test_bias_correction_of_any_number_of_steps_is_quick():
