@@ -101,16 +101,13 @@ def draw_speed(axes: Axes, rows: list[Row]) -> None:
 
 def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
     """Draw the relative loss differences from the reference, and the tolerance, on a log axis."""
-    named = {row.name: row for row in rows if row is not comparison.reference}
-    named |= {"control: higher lr": comparison.control} if comparison.control else {}
-    finite = {
-        name: [(p.last, p.relative) for p in row.points if math.isfinite(p.relative)]
-        for name, row in named.items()
-    }
-    lines = {
-        name: [(step, max(SMALLEST_DIFFERENCE, value)) for step, value in sorted(points)]
-        for name, points in finite.items()
-    }
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in [*rows, *filter(None, [comparison.control])]:
+        name = "control: higher lr" if row is comparison.control else row.name
+        points = sorted((p.last, p.relative) for p in row.points if math.isfinite(p.relative))
+        if row is comparison.reference:
+            name, points = f"_{name}", []  # not in the legend; the others keep their colors
+        lines[name] = [(step, max(SMALLEST_DIFFERENCE, value)) for step, value in points]
     largest = [value for points in lines.values() for _, value in points]
     if comparison.tolerance:
         axes.axhline(comparison.tolerance, label="tolerance", color=RED, linestyle="--")
@@ -131,7 +128,7 @@ def draw_lines(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
     """
     for number, (label, points) in enumerate(lines.items()):
         steps, values = [step for step, _ in points], [value for _, value in points]
-        width, marker = 1.3 + 1.2 * (len(lines) - 1 - number), "." if len(points) < 30 else ""
+        width, marker = 1.3 + 4 * (1 - (number + 1) / len(lines)), "." if len(points) < 30 else ""
         color = COLORS[number % len(COLORS)]
         axes.plot(steps, values, label=label, color=color, marker=marker, linewidth=width)
     if len(lines) > 1:
