@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from support.files.atomic import only_finite, open_regular, set_aside, write_text
 
-if TYPE_CHECKING:  # `compare_report.py --help` must be fast, and the console imports tqdm
+if TYPE_CHECKING:  # `compare_runs.py --help` must be fast, and the console imports tqdm
     from support.console import Console
 
 

@@ -415,7 +415,7 @@ def test_libraries_that_cannot_be_imported(tmp_path, error, code, says):
     assert err.count("❌") == 1 and says in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("program", ["plan_memory.py", "compare_report.py"])
+@pytest.mark.parametrize("program", ["plan_memory.py", "compare_runs.py"])
 def test_command_line_that_is_interrupted_during_imports(tmp_path, program):
     (tmp_path / "fractions.py").write_text(
         "import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(30)\n"

@@ -102,4 +102,4 @@ def test_the_largest_numbers_are_planned_at_once(main_of):
     flag(".", "--statu", says="statu"),
 )
 def test_flag_of_the_report(attack, tmp_path, main_of):
-    attack.check(tmp_path, main_of("compare_report", *attack.args))
+    attack.check(tmp_path, main_of("compare_runs", *attack.args))

@@ -28,7 +28,7 @@ from conftest import (
     start,
 )
 
-REPORT = PROJECT / "scripts" / "compare_report.py"
+REPORT = PROJECT / "scripts" / "compare_runs.py"
 BF16 = [*SAME_WORK, *SPLIT, "--precision", "bf16"]
 SMALL = ["--seq_length", "32", "--batch_size", "2", "--precision", "fp32"]
 
