@@ -362,14 +362,15 @@ def _speeds(comparison: Comparison, rows: list[Row]) -> str:
         )
     ranking = sorted(rows, key=lambda row: -row.numbers["samples_per_second"])
     fastest, slowest = (row.numbers["samples_per_second"] for row in (ranking[0], ranking[-1]))
-    text = f"Fastest: {ranking[0].name}, {human_rate(fastest)} samples/s; "
-    text += f"slowest: {ranking[-1].name}, {slowest / fastest:.2f} times that."
+    text = f"Fastest: {ranking[0].name}, {human_rate(fastest)} samples/s"
+    if len(rows) > 1:
+        text += f"; slowest: {ranking[-1].name}, {slowest / fastest:.2f} times that"
     one = "GPU" if comparison.on_gpu else "process"
     if comparison.work["world_size"] == 1:
-        text += f" One {one} cannot show what sharding saves or what communication costs."
+        text += f". One {one} cannot show what sharding saves or what communication costs"
     if not comparison.on_gpu:
-        text += " The ranks share this CPU and its memory, so the order can differ on GPUs."
-    return text
+        text += ". The ranks share this CPU and its memory, so the order can differ on GPUs"
+    return f"{text}."
 
 
 def _smallest(comparison: Comparison, rows: list[Row]) -> str:
