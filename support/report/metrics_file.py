@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,17 +52,11 @@ class MetricsFile:
 
         A damaged file is renamed, and its readable lines are kept.
         """
-        records, damage = [], ""
-        if os.path.lexists(self.path):
-            try:
-                records, unreadable = read_metrics(self.path)
-                damage = f"line {unreadable[0]}" if unreadable else ""
-            except OSError as error:
-                damage = str(error.strerror)
-        if damage:
+        records, unreadable = read_metrics(self.path) if self.path.is_file() else ([], [])
+        if unreadable:
             new_path = set_aside(self.path, f"{self.path.name}.damaged")
             self._console.warn(
-                f"{self.path} is damaged ({damage}): what cannot be read is left out, "
+                f"{self.path} is damaged (line {unreadable[0]}): what cannot be read is left out, "
                 f"and the file as it was is {new_path.name}."
             )
         # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
