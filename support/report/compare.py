@@ -167,7 +167,8 @@ def read_folder(path: Path) -> RecordedRun:
         if run.completed:
             run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
     if unreadable:
-        run.reason += f"{len(unreadable)} lines of metrics.jsonl cannot be read"
+        damage = f"{len(unreadable)} lines of metrics.jsonl cannot be read"
+        run.reason += f"{'; ' * bool(run.reason)}{damage}"
     return run
 
 
@@ -450,7 +451,7 @@ class Comparison:
         """Add the memory saved and the relative speed."""
         numbers, ranks = row.numbers, self.facts.get("simulated_world_size")
         shards = (ranks or self.facts["world_size"]) > 1
-        shards = shards or STRATEGIES[row.runs[0].results["strategy"]].offloads
+        shards = shards or STRATEGIES[row.completed[0].results["strategy"]].offloads
         if row is not self.reference and reference["memory_bytes"] and shards:
             numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
         if speed := reference["samples_per_second"]:

@@ -390,7 +390,7 @@ def _files(comparison: Comparison) -> Iterator[str]:
     for row in comparison.rows:
         for run in row.completed:
             if run.reason:
-                yield f"⚠️  {row.name}: {run.reason}, and is left out."
+                yield f"⚠️  {row.name}: {run.reason}. What is missing is left out."
         if row.status != "completed":
             text = f"{row.name}: {row.status.replace('_', ' ')}"
             if row.completed:

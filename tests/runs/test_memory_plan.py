@@ -14,12 +14,9 @@ def test_plan_recommends_a_command_that_runs(script, tmp_path):
     args = ["--model", "tiny-gpt2", "--gpus", "2", "--gpu_memory", "1.15", "--seq_length", "128"]
     code, out = plan(*args)
     assert code == 0 and all(strategy in out for strategy in STRATEGIES)
-    command = shlex.split(
-        next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
-    )
-    process = start(
-        [*command, "--max_steps", "2", "--no_eval", "--no_export", "--output_dir", tmp_path / "out"]
-    )
+    line = next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
+    flags = ["--max_steps", "2", "--no_eval", "--no_export", "--output_dir", tmp_path / "out"]
+    process = start([*shlex.split(line), *flags])
     _, err = finish(process, 120)
     assert process.returncode == 0, err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -107,23 +104,16 @@ def test_solved_batch_fits_and_the_next_does_not():
 
 
 def test_solved_gpus_fit_and_one_less_does_not():
-    solved = json.loads(
-        plan("--model", "gpt2-xl", "--gpu_memory", 16, "--solve", "gpus", "--json")[1]
-    )["gpus"]
+    args = ["--model", "gpt2-xl", "--gpu_memory", 16]
+    solved = json.loads(plan(*args, "--solve", "gpus", "--json")[1])["gpus"]
     assert solved["dp"] is None and solved["zero3"] > 1
     for gpus, fits in ((solved["zero3"], True), (solved["zero3"] - 1, False)):
-        assert (
-            planned("--model", "gpt2-xl", "--gpus", gpus, "--gpu_memory", 16)["strategies"][
-                "zero3"
-            ]["fits"]
-            == fits
-        )
+        assert planned(*args, "--gpus", gpus)["strategies"]["zero3"]["fits"] == fits
 
 
 def test_solved_model_grows_with_what_is_sharded():
-    solved = json.loads(plan("--gpus", 8, "--gpu_memory", 24, "--solve", "model", "--json")[1])[
-        "parameters"
-    ]
+    found = json.loads(plan("--gpus", 8, "--gpu_memory", 24, "--solve", "model", "--json")[1])
+    solved = found["parameters"]
     assert 0 < solved["dp"] < solved["zero2"] < solved["zero3"] < solved["infinity"]
 
 
@@ -153,22 +143,14 @@ def test_config_that_leaves_things_out_has_transformers_defaults(tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for family in ("mistral", "qwen2", "qwen3", "gpt_neox", "llama", "gpt2"):
-        sizes = {
-            "hidden_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 32,
-            "intermediate_size": 96,
-        }
-        sizes = (
-            {"n_embd": 64, "n_layer": 2, "n_head": 4}
-            if family == "gpt2"
-            else {**sizes, "vocab_size": 100}
-        )
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+    small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32}
+    small |= {"intermediate_size": 96, "vocab_size": 100}
+    families = dict.fromkeys(("mistral", "qwen2", "qwen3", "gpt_neox", "llama"), small)
+    families["gpt2"] = {"n_embd": 64, "n_layer": 2, "n_head": 4}
+    file = tmp_path / "config.json"
+    for family, sizes in families.items():
+        file.write_text(json.dumps({"model_type": family, **sizes}))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
         whole = sum(parameter.numel() for parameter in model.parameters())
-        assert (
-            planned("--model", tmp_path / "config.json", "--gpu_memory", 80)["parameters"] == whole
-        ), family
+        assert planned("--model", file, "--gpu_memory", 80)["parameters"] == whole, family
