@@ -44,6 +44,7 @@ class MetricsLogger:
         self.trace = Trace(args.profile, ctx) if args.profile else None
         self.losses: list[float] = []
         self._samples: list[int] = []  # of each step, over all ranks
+        self._samples_before = state.samples
         self._tokens: list[int] = []
         self._pending: list[dict] = []  # steps whose numbers are still on the device
         self._bar = progress.bar("", None, "step", active=False)  # replaced in each epoch
@@ -63,7 +64,6 @@ class MetricsLogger:
         remaining = steps_of(state.num_sequences - state.position, state.global_batch)
         self._batches = self._batch + min(remaining, state.total_steps - state.step)
         self._bar = self._ctx.console.bar(f"Epoch {self._epoch}", self._batches, done=self._batch)
-        self._samples_before = state.samples
         self.meter.pause()
 
     def end_step(

@@ -347,9 +347,11 @@ def test_repeats_of_the_reference_that_differ(tmp_path):
 
 
 def test_a_repeat_that_fails_shows_and_the_others_count(tmp_path):
-    for name in ("dp", "zero1"):
-        copy_run(tmp_path, name, 1)
-    copy_run(tmp_path, "zero1", 2, status="failed", reason="its own reason")
+    """Also without results.json."""
+    copy_run(tmp_path, "dp", 1)
+    (tmp_path / "zero1" / "1").mkdir(parents=True)
+    (tmp_path / "zero1" / "1" / "log.txt").write_text("❌ its own reason")
+    copy_run(tmp_path, "zero1", 2)
     comparison = read_comparison(tmp_path)
     row, text = comparison.rows[1], as_text(comparison)
     assert comparison.exit_code == 1 and row.status == "failed" and row.measured
