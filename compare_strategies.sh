@@ -225,7 +225,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     fi
 }
 
-report() { undisturbed "$python" "$project/scripts/compare_report.py" "$@"; }
+report() { undisturbed "$python" "$project/scripts/compare_runs.py" "$@"; }
 
 number=0 new=0 # new: whether a run was not kept
 run_and_say() { # as run_once; a completed run is kept under RESUME=1

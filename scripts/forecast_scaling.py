@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from support.cli import argument_types as kinds
 from support.errors import UserError
+from support.report.cost import Network, read_step
 from support.text_tables import text_table
 from support.units import GB, MB
 
@@ -54,35 +55,27 @@ def main() -> None:
             raise UserError(f"--{name} takes one number, or those of the three collectives.")
     if args.latency_ranks < 2:
         raise UserError("--latency_ranks must be 2 or more: one rank sends nothing.")
-    print(forecast(args))
-
-
-def forecast(args) -> str:
-    """Return the table of step times, and of how much faster each number of ranks is than one."""
-    from support.report.cost import Network, read_step
-
     step = read_step(args.alone, args.together)
-    given = {64 * MB: args.bandwidth, MB: args.bandwidth_1mib}
+    given = {64 * MB: args.bandwidth, MB: args.bandwidth_1mib or []}
     bandwidth = {
         message: [GB * speed for speed in speeds * (3 // len(speeds))]
         for message, speeds in given.items()
         if speeds
     }
     network = Network.measured(args.latency_ranks, args.latency / 1e6, bandwidth)
-    rows = []
-    for ranks in args.ranks:
-        row = [str(ranks)]
-        for micro_batches in args.accumulation:
-            alone, _ = step.seconds(1, micro_batches, network)
-            seconds, sending = step.seconds(ranks, micro_batches, network)
-            faster = ranks * alone / seconds
-            row += [f"{seconds:.3f} s", f"{sending / seconds:.0%}", f"{faster:.1f}×"]
-        rows.append(row)
-    headers = ["ranks"]
+    headers, rows = ["ranks"], [[str(ranks)] for ranks in args.ranks]
     for micro_batches in args.accumulation:
-        headers.append(f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}\nstep")
-        headers += ["\nsending", "\nspeed"]
-    return text_table(rows, headers)
+        plural = "es" * (micro_batches > 1)
+        headers += [f"{micro_batches} micro-batch{plural}\nstep", "\nsending", "\nspeed"]
+        alone, _ = step.seconds(1, micro_batches, network)
+        for ranks, row in zip(args.ranks, rows, strict=True):
+            seconds, sending = step.seconds(ranks, micro_batches, network)
+            row += [
+                f"{seconds:.3f} s",
+                f"{sending / seconds:.0%}",
+                f"{ranks * alone / seconds:.1f}×",
+            ]
+    print(text_table(rows, headers))
 
 
 if __name__ == "__main__":

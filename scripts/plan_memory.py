@@ -66,18 +66,22 @@ SOLVED = {
 MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
     Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2, Llama, Mistral,
     Qwen, GPT-NeoX) (default: gpt2)"""
+GELU = "compute GPT-2's activation as transformers does"
+SWITCHES = {
+    "--load_in_4bit": "frozen weights in 4 bits; needs --lora_r",
+    "--gradient_checkpointing": "recompute activations in backward",
+    "--isolate_documents": "as for --isolate_documents or --packing",
+    "--details": "print memory by kind, host memory, NVMe and traffic",
+    "--explain": "print each term of the estimate, by phase of a step",
+    "--json": "print JSON instead (bytes)",
+}
 
 
 def build_parser() -> kinds.Parser:
     """Build the parser; flags of a run have the same names as in real_model_example.py."""
     parser = kinds.Parser.of_script(__doc__)
-    add, positive, name, switch = (
-        parser.add_argument,
-        kinds.positive_float,
-        kinds.name,
-        "store_true",
-    )
-    add("--model", type=name, default="gpt2", help=MODELS)
+    add, positive = parser.add_argument, kinds.positive_float
+    add("--model", type=kinds.name, default="gpt2", help=MODELS)
     add("--gpus", type=kinds.ranks, help="number of ranks, one per GPU (default: 1)")
     add("--gpus_per_node", type=kinds.ranks, help="of one node (default: --gpus, at most 8)")
     add("--nodes", type=kinds.ranks, help="nodes of --gpus_per_node GPUs, instead of --gpus")
@@ -97,28 +101,26 @@ def build_parser() -> kinds.Parser:
     text = "the layers that get an adapter"
     add("--lora_targets", type=kinds.word, metavar="LIST", help=text)
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
-    add("--load_in_4bit", action=switch, help="frozen weights in 4 bits; needs --lora_r")
     add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
-    add("--gradient_checkpointing", action=switch, help="recompute activations in backward")
-    text = "compute GPT-2's activation as transformers does"
-    add("--no_fused_gelu", action="store_false", dest="fused_gelu", help=text)
-    add("--isolate_documents", action=switch, help="as for --isolate_documents or --packing")
+    add("--no_fused_gelu", action="store_false", dest="fused_gelu", help=GELU)
+    for flag, text in SWITCHES.items():
+        add(flag, action="store_true", help=text)
     text = "find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for "
     add("--solve", choices=tuple(SOLVED), help=f"{text} each strategy")
-    add("--details", action=switch, help="print memory by kind, host memory, NVMe and traffic")
-    add("--explain", action=switch, help="print each term of the estimate, by phase of a step")
-    add("--json", action=switch, help="print JSON instead (bytes)")
-    add = parser.add_argument_group("cost (needs an amount of work and a rate)").add_argument
+    group = parser.add_argument_group("cost (needs an amount of work and a rate)")
+    add = group.add_mutually_exclusive_group().add_argument
     add("--tokens", type=kinds.tokens, metavar="N", help="tokens to train on")
     text = "tokens of the training data, for --epochs passes"
     add("--dataset_tokens", type=kinds.tokens, metavar="N", help=text)
-    add("--epochs", type=kinds.epochs, help="passes over --dataset_tokens (default: 1)")
     add("--max_steps", type=kinds.max_steps, help="optimizer steps")
+    add = group.add_mutually_exclusive_group().add_argument
     text = "take the rate of this completed run (folder or results.json)"
-    add("--results", type=name, metavar="RUN", help=text)
+    add("--results", type=kinds.name, metavar="RUN", help=text)
     add("--device", type=kinds.word, help="assume the rate of this GPU, A100 for example")
+    add("--measure", action="store_true", help="measure the rate here, in 10 steps")
+    add = group.add_argument
+    add("--epochs", type=kinds.epochs, help="passes over --dataset_tokens (default: 1)")
     add("--mfu", type=kinds.real(1), help="assumed share of its peak FLOP/s (default: 0.4)")
-    add("--measure", action=switch, help="measure the rate here, in 10 steps")
     add("--price", type=positive, help="dollars per GPU-hour")
     add("--watts", type=positive, help="electric power of a GPU")
     add("--time_limit", metavar="HH:MM:SS", help="of a Slurm job: print the number of jobs")
@@ -145,17 +147,16 @@ def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
     model = find_architecture(args.model)
     length = choose_seq_length(args, model.limit)
     args = args.replace(model=name_on_hub(args.model), gpus=gpus, seq_length=length)
-    if args.gpus % ranks_per_node(args):
-        default = "8, the default of --gpus_per_node: set --gpus_per_node"
-        size = f"--gpus_per_node {args.gpus_per_node}" if args.gpus_per_node else default
-        raise UserError(f"--gpus {args.gpus} is not a multiple of {size}.")
+    if gpus % ranks_per_node(args):
+        size = args.gpus_per_node or "8, the default: set it"
+        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {size}.")
     for flag in ("lora_targets", "load_in_4bit"):
         if getattr(args, flag) and not args.lora_r:
             raise UserError(f"--{flag} needs --lora_r.")
     if args.solve == "gpus" and not args.gpu_memory:
         raise UserError("--solve gpus needs --gpu_memory: processes on a CPU share its memory.")
     cost.is_planned(args)  # raises if its flags do not fit together
-    work = workload_of(args, model, args.gpus, args.precision, args.isolate_documents)
+    work = workload_of(args, model, gpus, args.precision, args.isolate_documents)
     memory = (args.gpu_memory, args.host_memory, args.nvme_free)
     gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
     if gpu is None:
@@ -179,6 +180,7 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
     chosen, changed = fit.recommend(work, limits)
     command = run_command(args, changed, chosen.strategy) if chosen else None
     spent = cost_of_plan(args, changed, chosen.strategy) if chosen else None
+    exit_code = EXIT_COMPLETED if chosen else EXIT_FAILED
     if args.json:
         answer = {
             "model": args.model,
@@ -189,20 +191,28 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
             "recommended": chosen.strategy if chosen else None,
             "command": command,
         }
-        print(json.dumps(answer | ({"cost": spent.as_dict()} if spent else {}), indent=2))
-        return EXIT_COMPLETED if chosen else EXIT_FAILED
-    print(title(args, work, limits) + "\n")
-    fits = {need.strategy: fits_how(work, need, limits) for need in needs}
-    print((details if args.details else summary)(needs, limits, fits))
+        if spent:
+            entry = {"summary": spent.summary, **spent.values, "sources": spent.sources}
+            answer["cost"] = {**entry, "warnings": spent.warnings}
+        print(json.dumps(answer, indent=2))
+        return exit_code
+    print(f"{title(args, work, limits)}\n\n{estimates(args, work, needs, limits)}")
     for need in needs if args.explain else ():
         print(f"\n{explain(need)}")
-    print(f"\n{notes(args, work)}")
+    print("\nGB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout.")
+    if work.device == "cuda":
+        print(
+            f"To fit, a GPU needs {100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB "
+            "more: fragmentation, CUDA context and NCCL."
+        )
+    else:
+        print("A process also holds Python, the libraries, and memory that it keeps for reuse.")
     if chosen is None:
         print(
             "❌ Nothing fits, not even one sequence at a time. Use more GPUs (--solve gpus),\n"
             "   a smaller model (--solve model), or a shorter --seq_length."
         )
-        return EXIT_FAILED
+        return exit_code
     reason = "No command: adapters on random weights learn nothing. Name a model with weights."
     size = chosen.peak if args.gpu_memory else chosen.total
     print(
@@ -210,25 +220,22 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
         f"    {command or reason}"
     )
     if spent:
-        print(f"\n{spent}")
-    if spent and args.time_limit:
-        print(f"\n{jobs(args, spent)}")
-    return EXIT_COMPLETED
+        print(f"\n{spent}" + (f"\n\n{jobs(args, spent)}" if args.time_limit else ""))
+    return exit_code
 
 
 def title(args: Options, work: Workload, limits: Limits) -> str:
     """Describe the workload in two lines."""
     options = f" × {work.accumulation} micro-batches" if work.accumulation > 1 else ""
-    if work.gradient_checkpointing:
-        options += ", gradient checkpointing"
+    options += ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
         options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
     processor = "GPU" if args.gpu_memory else "CPU process"
     plural = "" if args.gpus == 1 else "s" if args.gpu_memory else "es"
     memory = args.gpu_memory or round((limits.gpu or 0) / GB, 1)
-    place = f"{args.gpus} {processor}{plural} of {memory:g} GB"
     return (
-        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {place}:\n"
+        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on "
+        f"{args.gpus} {processor}{plural} of {memory:g} GB:\n"
         f"{args.precision}, {args.batch_size} sequences of {args.seq_length} tokens each{options}"
     )
 
@@ -245,43 +252,32 @@ def fits_how(work: Workload, need: MemoryEstimate, limits: Limits) -> str:
     return "no"
 
 
-def summary(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> str:
-    """Return the table of all strategies; arguments as for `details`."""
-    size, header = ("peak", "peak") if needs[0].device == "cuda" else ("total", "process")
-    rows = [(need.strategy, in_gb(getattr(need, size)), fits[need.strategy]) for need in needs]
-    return text_table(rows, ("strategy", header, "fits"))
+def estimates(args: Options, work: Workload, needs: list[MemoryEstimate], limits: Limits) -> str:
+    """Return the table of all strategies, of dp first; with --details what each kind takes."""
+    on_gpu, ranks = work.device == "cuda", limits.ranks_per_node
+    columns = KINDS if args.details else {"peak": "peak"} if on_gpu else {"process": "total"}
+    headers, rows = ["strategy", *columns, "fits"], []
+    for need in needs:
+        sizes = [in_gb(getattr(need, name)) for name in columns.values()]
+        rows.append([need.strategy, *sizes, fits_how(work, need, limits)])
+        if args.details:
+            elsewhere = map(in_gb, (need.host * ranks, need.nvme * ranks, need.sent))
+            rows[-1] += [*elsewhere, f"{need.sent / needs[0].sent:.2f}" if needs[0].sent else "—"]
+    if args.details:
+        headers += ["host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]
+    return text_table(rows, headers)
 
 
-# Header and attribute of MemoryEstimate, of each column on the left of "fits".
+# Header and attribute of MemoryEstimate, of each column of --details.
 KINDS = {
     "para-\nmeters": "parameters",
     "gradi-\nents": "gradients",
     "opti-\nmizer": "optimizer",
-    "\nbuffers": "buffers",
+    "buffers": "buffers",
     "activa-\ntions": "activations",
-    "\nlogits": "logits",
-    "\npeak": "peak",
+    "logits": "logits",
+    "peak": "peak",
 }
-
-
-def details(needs: list[MemoryEstimate], limits: Limits, fits: dict[str, str]) -> str:
-    """Return the table of --details.
-
-    Args:
-        needs: the memory estimates, of dp first.
-        limits: the memory of a GPU and of a node.
-        fits: see `fits_how`, by strategy.
-    """
-    rows = []
-    for need in needs:
-        ranks = limits.ranks_per_node
-        sent = f"{need.sent / needs[0].sent:.2f}" if needs[0].sent else "—"
-        on_gpu = [in_gb(getattr(need, name)) for name in KINDS.values()]
-        elsewhere = map(in_gb, (need.host * ranks, need.nvme * ranks, need.sent))
-        rows.append([need.strategy, *on_gpu, fits[need.strategy], *elsewhere, sent])
-    headers = ["\nstrategy", *KINDS, "\nfits"]
-    headers += ["host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]
-    return text_table(rows, headers)
 
 
 def explain(need: MemoryEstimate) -> str:
@@ -300,24 +296,6 @@ def explain(need: MemoryEstimate) -> str:
 def in_gb(size: int) -> str:
     """Format bytes in GB (2^30 bytes) with two decimals; 0 as a dash."""
     return f"{size / GB:.2f}" if size else "—"
-
-
-def notes(args: Options, work: Workload) -> str:
-    """Return what the tables mean."""
-    text = "GB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout.\n"
-    if work.device == "cuda":
-        text += (
-            f"To fit, a GPU needs {100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB "
-            "more, for fragmentation of the allocator, the\nCUDA context and NCCL."
-        )
-    else:
-        text += "A process also holds Python, the libraries, and memory that it keeps for reuse."
-    if args.details:
-        text += (
-            '\n"Sent" is the data that a rank sends in a step: what a strategy costs in speed if\n'
-            "the network is slow."
-        )
-    return text
 
 
 def as_dict(args: Options, work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
@@ -352,9 +330,9 @@ def cost_of_plan(args: Options, work: Workload, strategy: str) -> cost.Cost | No
 
 def jobs(args: Options, spent: cost.Cost) -> str:
     """Return the Slurm jobs of the run, each saved before its limit and requeued."""
-    number = {figure.key: figure.value for figure in spent.figures}
-    step = None if args.results else 3600 * number["hours"] / number["steps"]
-    flags = {"hours": number["hours"], "max_steps": None, "step_seconds": step, "mtbf": None}
+    hours = spent.values["hours"]
+    step = None if args.results else 3600 * hours / spent.values["steps"]
+    flags = {"hours": hours, "max_steps": None, "step_seconds": step, "mtbf": None}
     flags |= {"requeue": True, "signal_seconds": None}
     flags |= {"num_nodes": 1, "num_gpus_per_node": args.gpus}
     return cost.slurm_budget(Options(**(vars(args) | flags)))
@@ -365,13 +343,11 @@ def run_command(args: Options, work: Workload, strategy: str) -> str | None:
 
     None if it would train adapters on random weights.
     """
-    folder = model_folder(args)
-    flags = run_flags(args, work, strategy)
+    folder, flags = model_folder(args), run_flags(args, work, strategy)
     random = folder and not any(folder.glob("*.safetensors"))
     if work.lora and (random or args.model == EMBEDDED_MODEL):
         return None
-    if random:
-        flags.insert(2, "--from_scratch")
+    flags[2:2] = ["--from_scratch"] if random else []
     per_node = ranks_per_node(args)
     launcher = "python" if args.gpus == 1 else f"torchrun --nproc_per_node={args.gpus}"
     if args.gpus > per_node:
@@ -411,34 +387,24 @@ def run_flags(args: Options, work: Workload, strategy: str) -> list[str]:
 def solve(args: Options, work: Workload, limits: Limits) -> int:
     """Print the answer of each strategy to --solve; return the exit code."""
     found, key = SOLVED[args.solve]
-    if not args.json:
-        print(f"The {found} of each strategy for: {title(args, work, limits)}\n")
-    answers = {}
+    answers, lines = {}, [f"The {found} of each strategy for: {title(args, work, limits)}\n"]
     for strategy in filter(work.strategies.__contains__, PREFERENCE):
-        answer, text = solution(args, work, strategy, limits)
+        answer: int | None = 0
+        if args.solve == "batch":
+            answer = fit.largest_batch(work, strategy, limits)
+            text = f"--batch_size {answer}"
+        elif args.solve == "gpus":
+            nodes = replace(limits, ranks_per_node=args.gpus_per_node or 8)
+            answer = fit.fewest_gpus(work, strategy, nodes)
+            text = f"{answer} GPU{'s' * (answer != 1)}"
+        elif model := fit.largest_gpt2(work, strategy, limits):
+            answer = model.total
+            text = f"{answer / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}"
         answers[strategy] = answer
-        if not args.json:
-            print(f"{strategy:9} {text if answer else 'nothing fits'}")
-    if args.json:
-        print(json.dumps({"solve": args.solve, key: answers}, indent=2))
+        lines.append(f"{strategy:9} {text if answer else 'nothing fits'}")
+    answer_as_json = json.dumps({"solve": args.solve, key: answers}, indent=2)
+    print(answer_as_json if args.json else "\n".join(lines))
     return EXIT_COMPLETED if any(answers.values()) else EXIT_FAILED
-
-
-def solution(
-    args: Options, work: Workload, strategy: str, limits: Limits
-) -> tuple[int | None, str]:
-    """Return what --solve finds for a strategy, as a number (0 or None: nothing) and as text."""
-    if args.solve == "batch":
-        batch = fit.largest_batch(work, strategy, limits)
-        return batch, f"--batch_size {batch}"
-    if args.solve == "gpus":
-        nodes = replace(limits, ranks_per_node=args.gpus_per_node or 8)
-        number = fit.fewest_gpus(work, strategy, nodes)
-        return number, f"{number} GPU{'s' * (number != 1)}"
-    model = fit.largest_gpt2(work, strategy, limits)
-    if model is None:
-        return 0, ""
-    return model.total, f"{model.total / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}"
 
 
 if __name__ == "__main__":

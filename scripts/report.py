@@ -4,12 +4,9 @@
     python scripts/report.py runs/mine
     python scripts/report.py comparison_runs/tiny-gpt2 --out comparison.html
 
-RUN is the output folder of a run, or the folder of compare_strategies.sh. The page is a single file
-without scripts and without links to other files, for a mail or a web server: curves, memory, times,
-communication, checkpoints, generated text, hardware, versions and the command. Secrets are
-replaced by ***.
-
-Exit codes: 0; 2 for wrong usage, a folder without a run, or a page that cannot be written.
+The page is a single file without scripts and without links to other files, for a mail or a web
+server. Secrets are replaced by ***. Exit codes: 0; 2 for wrong usage, a folder without a run, or a
+page that cannot be written.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """What a run reports, and what a comparison of runs reports.
 
 run              a run from its output folder to the exported model, with results.json
-results          facts of results.json at the start of a run
-output_dir       the output folder of a run and its lock
+results          the output folder and its lock, and the facts of results.json at the start
 metrics_log      logs every step: metrics.jsonl, console, trackers
 metrics_file     reads and writes metrics.jsonl
 step_meter       measures a step: time by phase, memory, traffic
-summary          the measured part of results.json, combined over the ranks
-console_lines    the lines that a run prints about its set-up and its results
+summary          the measured part of results.json, and the lines that show it
 profiling        --profile and --memory_snapshot: recordings for other tools
 trackers         --report_to: the numbers of metrics.jsonl in TensorBoard and Weights & Biases
 compare          reads runs, and compares each with the first: numbers and losses

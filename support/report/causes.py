@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from support.cli.flags import COMMANDS, GROUPS
 from support.files.user_files import shown
@@ -20,8 +20,7 @@ FACTS = (
 ).split()
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """What a difference between two runs can change."""
 
     on: str  # "losses"; "rounding": the losses, up to rounding; "evaluations" only; or "nothing"
@@ -29,68 +28,55 @@ class Effect:
     first_step: int = 1  # the first step whose loss it can change
 
 
-MODEL = Effect("losses", "another model")
-WEIGHTS = Effect("losses", "other initial weights")
-TOKENS = Effect("losses", "other tokens")
-DATA = Effect("losses", "other data")
-ORDER = Effect("losses", "changes the order of the data")
-BATCH = Effect("losses", "other sequences in each step")
-SEQUENCES = Effect("losses", "other sequences")
-DROPOUT = Effect("losses", "drops other elements")
 RATE = Effect("losses", "changes the learning rate", 2)
-UPDATE = Effect("losses", "changes the updates", 2)
-FILE = Effect("losses", "the file's content is not recorded: compare the files", 2)
-ROUNDING = Effect("rounding", "same result expected")
-CODE = Effect("rounding", "same result expected, unless the computation was changed")
-MASKS = Effect("rounding", "same result expected (with dropout, other masks)")
-RESUMED = Effect("rounding", "same result expected, on a CPU bit for bit")
-EVALUATION = Effect("evaluations", "changes evaluations only")
-BY_DIGEST = Effect("nothing", "no effect but that on the data, see its digest")
 NOTHING = Effect("nothing", "no effect on losses")
 UNKNOWN = Effect("losses", "effect not known")
 
-# In the order in which the causes of a difference are named: the entries of the run signature
+# Names in the order in which the causes of a difference are named: the entries of the run signature
 # (support/checkpoints/compatibility.py), then the other flags and facts of a run.
-_EFFECTS = {
-    MODEL: "parameters shapes lora_r lora_alpha lora_targets load_in_4bit",
-    WEIGHTS: "model model_revision from_scratch",
-    TOKENS: "tokenizer template chat_template",
-    ORDER: "seed sequences num_samples validation_split validation_split_percentage streaming "
-    "shuffle_buffer",
-    SEQUENCES: "seq_length packing isolate_documents",
-    DROPOUT: "dropout lora_dropout",
-    RATE: "lr lr_scheduler warmup_steps warmup_ratio epochs max_steps",
-    UPDATE: "optim adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm",
-    BATCH: "train_batch_size",
-    FILE: "ds_config fsdp_config",
-    ROUNDING: "strategy precision fused_gelu compile deterministic gradient_checkpointing backend "
-    "gpu cpu cores",
-    MASKS: "ranks batch_size gradient_accumulation_steps device",
-    CODE: "code_digest",
-    RESUMED: "resume resume_force",
-    EVALUATION: "eval eval_first eval_only eval_every eval_samples eval_batch_size eval_split "
-    "validation_file early_stopping_patience load_best_at_end",
-    BY_DIGEST: "dataset dataset_config dataset_revision train_split include text_column "
-    "prompt_column completion_column max_bad_rows",
-    NOTHING: "host ram_bytes gpu_memory_bytes launcher simulated_world_size cache_dir merge_lora "
-    "nvme_path auto_micro_batch",
+_NAMES = {
+    Effect("losses", "another model"): """
+        parameters, shapes, lora_r, lora_alpha, lora_targets, load_in_4bit""",
+    Effect("losses", "other initial weights"): """
+        frozen weights, model, model_revision, from_scratch""",
+    Effect("losses", "other tokens"): "tokenizer, template, chat_template",
+    Effect("losses", "other data"): "data digest",
+    Effect("losses", "changes the order of the data"): """
+        seed, sequences, num_samples, validation_split, validation_split_percentage, streaming,
+        shuffle_buffer""",
+    Effect("losses", "other sequences"): "seq_length, packing, isolate_documents",
+    Effect("losses", "drops other elements"): "dropout, lora_dropout",
+    RATE: "lr, lr_scheduler, warmup_steps, warmup_ratio, epochs, max_steps",
+    Effect("losses", "changes the updates", 2): """
+        optim, adam_beta1, adam_beta2, adam_epsilon, weight_decay, max_grad_norm""",
+    Effect("losses", "other sequences in each step"): "global batch, train_batch_size",
+    Effect("losses", "the file's content is not recorded: compare the files", 2): """
+        ds_config, fsdp_config""",
+    Effect("rounding", "same result expected"): """
+        strategy, precision, fused_gelu, compile, deterministic, gradient_checkpointing, backend,
+        gpu, cpu, cores, torch version, deepspeed version, transformers version, numpy version,
+        peft version, cuda version, rocm version""",
+    Effect("rounding", "same result expected (with dropout, other masks)"): """
+        ranks, batch_size, gradient_accumulation_steps, device""",
+    Effect("rounding", "same result expected, unless the computation was changed"): "code_digest",
+    Effect("rounding", "same result expected, on a CPU bit for bit"): "resume, resume_force",
+    Effect("evaluations", "changes evaluations only"): """
+        validation digest, eval, eval_first, eval_only, eval_every, eval_samples, eval_batch_size,
+        eval_split, validation_file, early_stopping_patience, load_best_at_end""",
+    Effect("nothing", "no effect but that on the data, see its digest"): """
+        dataset, dataset_config, dataset_revision, train_split, include, text_column,
+        prompt_column, completion_column, max_bad_rows, python version, datasets version,
+        tokenizers version""",
+    NOTHING: """
+        host, ram_bytes, gpu_memory_bytes, launcher, simulated_world_size, cache_dir, merge_lora,
+        nvme_path, auto_micro_batch""",
 }
-_GROUPS_WITHOUT_EFFECT = (COMMANDS, "Run file", "Cluster", "Output", "Debugging")
-EFFECTS = {
-    **{flag: NOTHING for group in _GROUPS_WITHOUT_EFFECT for flag in GROUPS[group]},
-    "frozen weights": WEIGHTS,
-    "data digest": DATA,
-    "validation digest": EVALUATION,
-    "global batch": BATCH,
-    **{name: effect for effect, names in _EFFECTS.items() for name in names.split()},
-    **{f"{name} version": ROUNDING for name in ("torch", "deepspeed", "transformers", "numpy")},
-    **{f"{name} version": ROUNDING for name in ("peft", "cuda", "rocm")},
-    **{f"{name} version": BY_DIGEST for name in ("python", "datasets", "tokenizers")},
-}
+EFFECTS = {name.strip(): effect for effect, names in _NAMES.items() for name in names.split(",")}
+for _group in (COMMANDS, "Run file", "Cluster", "Output", "Debugging"):
+    EFFECTS = dict.fromkeys(GROUPS[_group], NOTHING) | EFFECTS
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A fact that differs between two runs; None: not set, or not known."""
 
     name: str
@@ -109,23 +95,16 @@ class Difference:
 
 def facts_of(results: dict) -> dict[str, object]:
     """Return what results.json says about a run besides its losses, by the names of EFFECTS."""
-
-    def part(mapping: dict, key: str) -> dict:
-        value = mapping.get(key)
-        return value if isinstance(value, dict) else {}
-
-    facts: dict[str, object] = {name: results[name] for name in FACTS if name in results}
+    dataset = results.get("dataset") or {}
+    facts = {name: results[name] for name in FACTS if name in results}
     facts |= {"ranks": results.get("world_size"), "global batch": results.get("global_batch_size")}
-    if dataset := part(results, "dataset"):
-        facts |= {"data digest": dataset.get("sha256"), "sequences": dataset.get("blocks")}
-    facts |= part(results, "flags")
-    signature = part(results, "run_signature")
-    for name in signature:
-        entries = part(signature, name).items()
-        facts |= {SIGNATURE_NAMES.get(key, key): value for key, value in entries}
-    facts |= part(results, "hardware")
-    facts |= {f"{name} version": value for name, value in part(results, "versions").items()}
-    return facts
+    facts |= {"data digest": dataset.get("sha256"), "sequences": dataset.get("blocks")}
+    facts |= results.get("flags") or {}
+    for entries in (results.get("run_signature") or {}).values():
+        facts |= {SIGNATURE_NAMES.get(key, key): value for key, value in entries.items()}
+    facts |= results.get("hardware") or {}
+    versions = results.get("versions") or {}
+    return facts | {f"{name} version": value for name, value in versions.items()}
 
 
 def differences_of(
@@ -145,13 +124,12 @@ def differences_of(
         # What is off or unset is not among the flags that a run recorded.
         of_a, of_b = (None if facts.get(name) is False else facts.get(name) for facts in (a, b))
         effect = EFFECTS.get(name, UNKNOWN)
-        if of_a == of_b:
-            continue
-        if effect is RATE and first_other_rate is not None:
+        if effect is RATE and first_other_rate == 0:
             effect = Effect("nothing", "the learning rates of the compared steps are equal")
-            if first_other_rate:
-                text = f"changes the learning rate, first that of step {first_other_rate:,}"
-                effect = Effect("losses", text, first_other_rate + 1)
-        found.append(Difference(name, of_a, of_b, effect))
+        elif effect is RATE and first_other_rate:
+            text = f"changes the learning rate, first that of step {first_other_rate:,}"
+            effect = Effect("losses", text, first_other_rate + 1)
+        if of_a != of_b:
+            found.append(Difference(name, of_a, of_b, effect))
     order = {name: place for place, name in enumerate(EFFECTS)}
     return sorted(found, key=lambda entry: (order.get(entry.name, len(order)), entry.name))

@@ -7,16 +7,17 @@ the numbers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.checkpoints.recognize import newest_of_trainer
+from support.cli.ds_config import lookup
 from support.errors import UserError
 from support.files import atomic
 from support.files.user_files import shown
@@ -35,7 +36,6 @@ LASTING_STEPS = 5
 # The control does the same work as the reference. If its speed differs by more than this share,
 # other load on the machine has changed the speeds.
 LARGEST_SPEED_CHANGE = 0.15
-TRAINER_STATE = "trainer_state.json"
 TRAINER_DECIMALS = 4  # to which transformers before 5.0 rounds the losses that it logs
 
 # Keys of results.json that must be equal in all runs of a comparison of strategies.
@@ -48,11 +48,18 @@ SAME_WORK = """
 # torchrun's report lists the ranks that exited. The one that was killed need not be the first:
 # torchrun may name as the cause another rank, which failed because its connection broke.
 KILLED = re.compile(r"exitcode\s*: -9 ")
-# What reading a number from a damaged results.json may raise.
+# What reading a number raises from results.json of a run that failed.
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 STATES = ("parameters", "gradients", "optimizer")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+# The numbers of a row: those of `numbers_of`, and those relative to the reference.
+NUMBERS = """
+    memory_bytes planned_bytes planned step_peak_bytes activations logits categories host_categories
+    saved host_bytes nvme_bytes samples_per_second samples_per_second_low samples_per_second_high
+    tokens_per_second_per_gpu speed speed_low speed_high final_loss difference difference_step
+    departs_at departing_loss sent_bytes volume collectives phases_seconds
+""".split()
 
 
 def tolerance_of(precision: str, on_gpu: bool) -> float:
@@ -61,10 +68,7 @@ def tolerance_of(precision: str, on_gpu: bool) -> float:
 
 
 def lasting_steps(precision: str | None, on_cpu: bool) -> int:
-    """Return the number of steps over which a difference between losses is the median.
-
-    It is 1 for fp32 on a CPU, where rounding is small enough to judge each step separately.
-    """
+    """Return the number of steps over which a difference between losses is the median."""
     return 1 if precision == "fp32" and on_cpu else LASTING_STEPS
 
 
@@ -73,18 +77,10 @@ def state_bytes(sizes: dict[str, float]) -> float:
     return sum(sizes[kind] for kind in STATES)
 
 
-def lookup(results: Any, key: str) -> Any:
-    """Return the value at a dotted key of results.json; None if it is missing."""
-    for part in key.split("."):
-        results = results.get(part) if isinstance(results, dict) else None
-    return results
-
-
 # ------------------------------------------------------------------------------------------ one run
 
 
-@dataclass
-class Span:
+class Span(NamedTuple):
     """The mean loss of the steps after `start` up to `end`; of one step in our own runs."""
 
     start: int
@@ -98,149 +94,106 @@ class RecordedRun:
 
     place: Path  # the output folder, or the file of Trainer
     results: dict = field(default_factory=dict)  # results.json; {} for Trainer
+    records: list[dict] = field(default_factory=list)  # of metrics.jsonl, or Trainer's log_history
     # completed, skipped, oom, timeout, failed, interrupted, other_work, or as in results.json
     status: str = "completed"
-    reason: str = ""  # why the run did not complete
-    spans: list[Span] = field(default_factory=list)  # training losses in the order of the steps
-    evaluations: dict[int, float] = field(default_factory=dict)  # the losses, by step
+    reason: str = ""  # why the run did not complete, or what its files lack
+    losses: list[Span] = field(default_factory=list)  # in the order of the steps
+    evaluations: list[Span] = field(default_factory=list)
     lrs: dict[int, float] = field(default_factory=dict)  # the learning rates, by step
     facts: dict[str, object] = field(default_factory=dict)  # by the names of EFFECTS
-    unreadable: int = 0  # lines of metrics.jsonl
     slack: float = 0.0  # largest difference of a loss that comes from its number of decimals
     numbers: dict[str, Any] = field(default_factory=dict)  # see `numbers_of`; {} if not measured
+
+    def __post_init__(self) -> None:
+        """Read the losses; of a step that a resumed run repeats the later record counts."""
+        self.of_trainer, self.kept = self.place.is_file(), (self.place / "kept.txt").is_file()
+        for record in self.records:
+            # null: NaN and infinity have no other form in JSON.
+            found = {key: math.nan if value is None else value for key, value in record.items()}
+            step: int = record["step"]
+            for key, spans in (("loss", self.losses), ("eval_loss", self.evaluations)):
+                if key not in found:
+                    continue
+                while spans and spans[-1].end >= step:
+                    spans.pop()
+                start = step - 1
+                if self.of_trainer and key == "loss":  # its loss is the mean since the last record
+                    start = spans[-1].end if spans else 0
+                spans.append(Span(start, step, found[key]))
+            if "loss" in found:
+                self.lrs[step] = found.get("learning_rate", found.get("lr", math.nan))
 
     @property
     def completed(self) -> bool:
         return self.status == "completed"
 
-    @property
-    def of_trainer(self) -> bool:
-        return self.place.is_file()
-
-    @property
-    def command(self) -> str:
-        return read_text(self.place / "command.txt").strip() or str(self.results.get("command", ""))
-
-    @property
-    def kept(self) -> bool:
-        """Whether RESUME=1 kept the run from an earlier comparison."""
-        return (self.place / "kept.txt").is_file()
-
-    @property
-    def extent(self) -> str:
-        """Describe the steps that have a loss."""
-        if not self.spans:
-            return "no step"
-        return f"steps {self.spans[0].start + 1:,} to {self.spans[-1].end:,}"
-
 
 def read_run(path: Path) -> RecordedRun:
-    """Read an output folder, or the trainer_state.json of Hugging Face's Trainer.
+    """Read an output folder, or the trainer_state.json of Hugging Face's Trainer or its folder.
 
-    Args:
-        path: the folder, a file in it, or the folder of Trainer or of one of its checkpoints.
     Raises:
         UserError: there is no run.
     """
-    if path.is_file() and path.name in ("results.json", "metrics.jsonl"):
+    if path.name in ("results.json", "metrics.jsonl"):
         path = path.parent
-    if path.is_file():
-        return _read_trainer(path)
-    if not any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
-        state = newest_of_trainer(path) / TRAINER_STATE
-        if state.is_file():
-            return _read_trainer(state)
-        known = f"an output folder with results.json and metrics.jsonl, or a {TRAINER_STATE}"
+    if any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
+        return read_folder(path)
+    file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"
+    state = read_json(file)
+    if not isinstance(state.get("log_history"), list):
+        known = "an output folder with results.json and metrics.jsonl, or a trainer_state.json"
         raise UserError(f"{shown(path)} is no run: name {known}.")
-    return read_folder(path)
+    run = RecordedRun(file, records=state["log_history"])
+    losses = [span.loss for span in run.losses]
+    if all(round(loss, TRAINER_DECIMALS) == loss for loss in losses if math.isfinite(loss)):
+        run.slack = 0.5 * 10**-TRAINER_DECIMALS
+    keys = {"max_steps", "num_train_epochs", "train_batch_size", "logging_steps"} & state.keys()
+    run.facts = {key.replace("num_train_epochs", "epochs"): state[key] for key in keys}
+    return run
 
 
 def read_folder(path: Path) -> RecordedRun:
     """Read the output folder of a run; files that are missing or damaged are left out."""
-    run = RecordedRun(path, read_json(path / "results.json"))
-    try:
+    records, unreadable = [], []
+    with contextlib.suppress(OSError):
         records, unreadable = read_metrics(path / "metrics.jsonl")
-    except OSError:
-        records, unreadable = [], []
-    _add_records(run, records)
-    run.unreadable = len(unreadable)
-    run.facts = facts_of(run.results)
-    run.status, run.reason = _status(run)
+    run = RecordedRun(path, read_json(path / "results.json"), records)
+    run.status, run.reason = _status(path, run.results)
     try:
+        run.facts = facts_of(run.results)
         run.numbers = numbers_of(run.results)
     except DAMAGE as error:
         if run.completed:
             run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
+    if unreadable:
+        damage = f"{len(unreadable)} lines of metrics.jsonl cannot be read"
+        run.reason += f"{'; ' * bool(run.reason)}{damage}"
     return run
 
 
-def _read_trainer(path: Path) -> RecordedRun:
-    state = read_json(path)
-    history = state.get("log_history")
-    if not isinstance(history, list):
-        raise UserError(f"{shown(path)} has no log_history: is it the file of a Trainer?")
-    run = RecordedRun(path)
-    _add_records(run, [record for record in history if isinstance(record, dict)])
-    losses = [span.loss for span in run.spans]
-    if all(round(loss, TRAINER_DECIMALS) == loss for loss in losses if math.isfinite(loss)):
-        run.slack = 0.5 * 10**-TRAINER_DECIMALS
-    names = {"num_train_epochs": "epochs"}
-    keys = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps")
-    run.facts = {names.get(key, key): state[key] for key in keys if key in state}
-    return run
-
-
-def _add_records(run: RecordedRun, records: list[dict]) -> None:
-    """Add the losses of metrics.jsonl or of a log_history.
-
-    A resumed run may repeat steps: the later record counts.
-    """
-    for record in records:
-        step = record.get("step")
-        if type(step) is not int:
-            continue
-        if isinstance(record.get("eval_loss"), int | float):
-            run.evaluations[step] = record["eval_loss"]
-        if "loss" not in record or step < 1:
-            continue
-        while run.spans and run.spans[-1].end >= step:
-            run.spans.pop()
-        start = step - 1
-        if run.of_trainer:  # its loss is the mean since the last record
-            start = run.spans[-1].end if run.spans else 0
-        # null: NaN and infinity have no other form in JSON.
-        loss = record["loss"] if isinstance(record["loss"], int | float) else math.nan
-        run.spans.append(Span(start, step, loss))
-        lr = record.get("learning_rate" if run.of_trainer else "lr")
-        if isinstance(lr, int | float):
-            run.lrs[step] = lr
-
-
-def _status(run: RecordedRun) -> tuple[str, str]:
+def _status(folder: Path, results: dict) -> tuple[str, str]:
     """Return (status, reason) of a run, whose folder may hold the files of a comparison.
 
     These are outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
     """
-    folder, results = run.place, run.results
     outcome, _, number = read_text(folder / "outcome.txt").strip().partition(" ")
     if outcome == "timeout":
         return "timeout", f"not finished after {number} s"
     if outcome == "interrupted":
         return "interrupted", "stopped by the user"
-    written_status = results.get("status")
-    if written_status == "completed" and number in ("0", ""):
+    if results.get("status") == "completed" and number in ("0", ""):
         return "completed", ""
     log = read_text(folder / "log.txt")
     if KILLED.search(log):
         sender = "which the kernel sends when the host has no memory left"
         return "oom", f"a rank was killed by SIGKILL, {sender}"
-    code = f"ended with exit code {number or 'unknown'}" if outcome else ""
-    reason = str(results.get("reason") or last_error(log) or code)
+    reason = str(results.get("reason") or last_error(log) or (outcome and f"exit code {number}"))
     if results.get("error_kind") == "missing_requirement":
         return "skipped", reason
-    if outcome and written_status != "oom":
+    if outcome and results.get("status") != "oom":
         return "failed", reason
-    return str(written_status or "unknown"), reason
+    return results.get("status") or "unknown", reason
 
 
 def last_error(log: str) -> str:
@@ -255,11 +208,7 @@ def last_error(log: str) -> str:
 
 def read_text(path: Path) -> str:
     """Return the text of a file; "" if there is none."""
-    # Only regular files: reading a pipe would block.
-    try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    except OSError:
-        return ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def read_json(path: Path) -> dict:
@@ -269,14 +218,6 @@ def read_json(path: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def read_json_lines(path: Path) -> list[dict]:
-    """Return the readable records of metrics.jsonl; [] if there is no such file."""
-    try:
-        return read_metrics(path)[0]
-    except OSError:
-        return []
 
 
 # -------------------------------------------------------------------------------- numbers of a run
@@ -297,7 +238,6 @@ def numbers_of(results: dict) -> dict[str, Any]:
         zip(*by_rank, strict=True), key=lambda rank: sum(rank[0][kind] for kind in kinds)
     )
     planned = memory.get("predicted_bytes")
-    strategy = STRATEGIES[results["strategy"]]
     numbers = {
         "memory_bytes": max(memory["peak_bytes"]) if on_gpu else state_bytes(device),
         "planned_bytes": planned and (planned["peak"] if on_gpu else state_bytes(planned)),
@@ -310,45 +250,39 @@ def numbers_of(results: dict) -> dict[str, Any]:
         "nvme_bytes": memory["nvme_bytes"],
     }
     steps = memory.get("step_bytes_by_rank") or [None]
-    if steps[0] and (on_gpu or not strategy.offloads):
+    if steps[0] and (on_gpu or not STRATEGIES[results["strategy"]].offloads):
         numbers["step_peak_bytes"] = max(phase["peak"] for s in steps for phase in s.values())
-    if not results.get("simulated_world_size"):
-        numbers |= _speed_of(results)
-        numbers["final_loss"] = float(results["train_loss_last"])
-        numbers["collectives"] = collectives = results.get("communication_per_step") or {}
-        numbers["sent_bytes"] = results.get("communication_bytes_per_step")
-        if results["world_size"] > 1 and collectives:
-            numbers["volume"] = sum(volumes(collectives, results["parameters"]).values())
-    return numbers
-
-
-def _speed_of(results: dict) -> dict[str, Any]:
-    """Return the throughput of a run, with the spread of its steps: the middle 80 percent."""
+    if results.get("simulated_world_size"):
+        return numbers
+    collectives = results.get("communication_per_step") or {}
+    if results["world_size"] > 1 and collectives:
+        numbers["volume"] = volume_of(collectives, results["parameters"])
+    # The spread of the speed is that of the middle 80 percent of the steps.
     speed, seconds = float(results["samples_per_second"]), results["step_seconds"]
-    return {
+    return numbers | {
         "samples_per_second": speed,
         "samples_per_second_low": speed * min(1.0, seconds["median"] / seconds["p90"]),
         "samples_per_second_high": speed * max(1.0, seconds["median"] / seconds["p10"]),
         "tokens_per_second_per_gpu": float(results["tokens_per_second_per_gpu"]),
         "phases_seconds": dict(results["step_phases_seconds"]),
+        "final_loss": float(results["train_loss_last"]),
+        "collectives": collectives,
+        "sent_bytes": results.get("communication_bytes_per_step"),
     }
 
 
-def volumes(collectives: dict, parameters: int) -> dict[str, float]:
-    """Return the volume of each kind of collective in units of P, the number of parameters.
+def volume_of(collectives: dict, parameters: int) -> float:
+    """Return the volume of the collectives in units of P, the number of parameters.
 
     The volume is the number of elements of any type, counted twice for an all-reduce, as in the
     ZeRO paper (arXiv 1910.02054, section 7).
-
-    Returns:
-        {"all_gather": …, "all_reduce": …, …}
     """
-    totals: dict[str, float] = defaultdict(float)
+    total = 0.0
     for name, entry in collectives.items():
         kind, dtype = name.split(" ")
-        elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1) / parameters
-        totals[kind] += elements * (2 if kind == "all_reduce" else 1)
-    return totals
+        elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1)
+        total += elements * (2 if kind == "all_reduce" else 1) / parameters
+    return total
 
 
 def medians(values: list[Any]) -> Any:
@@ -363,8 +297,7 @@ def medians(values: list[Any]) -> Any:
 # ---------------------------------------------------------------------------------- the comparison
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A loss of the reference (a) and of a run (b): of one step, or a mean of several steps."""
 
     first: int
@@ -378,35 +311,21 @@ class Point:
         one = self.first == self.last
         return f"step {self.last:,}" if one else f"steps {self.first:,} to {self.last:,} (means)"
 
-    @property
-    def losses(self) -> str:
-        digits = ".4f" if self.relative > 1e-4 else ".8g"
-        return f"{self.a:{digits}} and {self.b:{digits}}, {self.relative:.1e} relative"
-
-
-# The numbers of a row: those of `numbers_of`, and those relative to the reference.
-NUMBERS = """
-    memory_bytes planned_bytes planned step_peak_bytes activations logits categories host_categories
-    saved host_bytes nvme_bytes samples_per_second samples_per_second_low samples_per_second_high
-    tokens_per_second_per_gpu speed speed_low speed_high final_loss difference difference_step
-    departs_at departing_loss sent_bytes volume collectives phases_seconds
-""".split()
-
 
 @dataclass
 class Row:
-    """The runs of one strategy, or a single run, and their medians."""
+    """The runs of one strategy, or a single run; `Comparison` fills in the rest."""
 
     name: str
     runs: list[RecordedRun]
-    numbers: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))
+    numbers: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))  # medians
     points: list[Point] = field(default_factory=list)  # losses of the steps that the reference has
     evaluations: list[Point] = field(default_factory=list)
-    first: Point | None = None  # the first loss beyond the tolerance
-    first_evaluation: Point | None = None
+    # The first loss beyond the tolerance; or, if all training losses agree, the first evaluation.
+    first: Point | None = None
+    largest: Point | None = None  # the training loss that differs most
     differences: list[Difference] = field(default_factory=list)  # of facts
-    tolerance: float = 0.0  # largest relative difference of an equal loss
-    lasting: int = 1  # number of steps over which a loss difference is the median
+    causes: list[Difference] = field(default_factory=list)  # of `first`, the most likely first
 
     @property
     def completed(self) -> list[RecordedRun]:
@@ -415,164 +334,149 @@ class Row:
     @property
     def status(self) -> str:
         broken = [run.status for run in self.runs if not run.completed]
-        return (broken or ["completed" if self.runs else "not run"])[0]
+        return broken[0] if broken else "completed" if self.runs else "not run"
 
     @property
     def reason(self) -> str:
         return next((run.reason for run in self.runs if not run.completed), "")
 
     @property
-    def failed(self) -> bool:
-        """Whether the row neither completed nor was skipped; a skip is not a failure."""
-        return self.status not in ("completed", "skipped")
-
-    @property
-    def measured(self) -> bool:
-        """Whether the row has numbers."""
-        return self.numbers["memory_bytes"] is not None
-
-    @property
     def kept(self) -> bool:
         return any(run.kept for run in self.runs)
 
     @property
-    def largest(self) -> Point | None:
-        """The loss that differs most from the reference's."""
-        return max(self.points, key=lambda point: point.relative, default=None)
-
-    @property
-    def departs(self) -> bool:
-        return bool(self.first or self.first_evaluation)
-
-    @property
-    def causes(self) -> list[Difference]:
-        """Differences that explain the first differing loss, the most likely first.
-
-        Without a differing training loss, those that explain a differing evaluation. What can
-        change step 1 would have been seen there: of several causes, those that begin to have an
-        effect just before the first differing step come first.
-        """
-        if self.first is None:
-            on = "evaluations" if self.first_evaluation else ""
-            return [entry for entry in self.differences if entry.effect.on == on]
-        found = [entry for entry in self.differences if entry.effect.on == "losses"]
-        latest = self.first.last + self.lasting - 1  # the first medians share their steps
-        found = [entry for entry in found if entry.effect.first_step <= latest]
-        return sorted(found, key=lambda entry: -entry.effect.first_step)
+    def measured(self) -> bool:
+        return self.numbers["memory_bytes"] is not None
 
 
 @dataclass
 class Comparison:
-    """Rows of runs, compared with the first row that has a completed run."""
+    """Rows of runs, compared with the first row; of strategies, with the first that completed."""
 
     name: str
     rows: list[Row]
-    reference: Row | None
     tolerance: float | None  # largest relative loss difference that counts as equal
-    lasting: int = 1  # number of steps over which a loss difference is the median
     of_strategies: bool = False  # the rows are strategies, whose runs must do the same work
     step_cap: int | None = None  # the default --max_steps that was added to the user's arguments
     # The reference run again with a higher learning rate, to see whether the losses would show a
     # difference. It is not in `rows`.
     control: Row | None = None
 
-    @property
-    def facts(self) -> dict:
-        """results.json of the reference's first run, or {}."""
-        return (
-            (self.reference.completed or self.reference.runs)[0].results if self.reference else {}
-        )
-
-    @property
-    def work(self) -> dict:
-        return {key: lookup(self.facts, key) for key in SAME_WORK} if self.facts else {}
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the runs are memory simulations, which have no speed and no losses."""
-        return bool(self.facts.get("simulated_world_size"))
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.facts.get("device") == "cuda"
-
-    @property
-    def repeated(self) -> bool:
-        return any(len(row.runs) > 1 for row in self.rows)
-
-    @property
-    def compared(self) -> list[Row]:
-        """Rows other than the reference with a loss that could be compared."""
-        rows = [row for row in self.rows if row is not self.reference]
-        return [row for row in rows if row.points or row.evaluations]
-
-    @property
-    def departing(self) -> list[Row]:
-        """Rows whose losses differ by more than the tolerance."""
-        return [row for row in self.rows if row.departs]
-
-    @property
-    def same_model(self) -> bool | None:
-        """Whether the losses of all compared rows agree; None if none could be compared."""
-        return not self.departing if self.compared else None
-
-    @property
-    def speeds_are_comparable(self) -> bool:
-        """Whether neither the control nor RESUME=1 indicates that the load differed."""
-        if self.control and self.control.measured and self.control.numbers["speed"]:
-            return abs(self.control.numbers["speed"] - 1) <= LARGEST_SPEED_CHANGE
-        return len({row.kept for row in self.rows if row.completed}) < 2
+    def __post_init__(self) -> None:
+        candidates = [row for row in self.rows if row.completed or not self.of_strategies]
+        self.reference = candidates[0] if candidates else None
+        self.lasting = 1  # number of steps over which a loss difference is the median
+        self.facts: dict = {}  # results.json of the reference
+        if self.reference:
+            base = (self.reference.completed or self.reference.runs)[0]
+            self.facts = base.results
+        self.work = {key: lookup(self.facts, key) for key in SAME_WORK} if self.facts else {}
+        self.simulated = bool(self.facts.get("simulated_world_size"))
+        self.on_gpu = self.facts.get("device") == "cuda"
+        if self.reference and self.of_strategies:
+            precision = self.facts["precision"]
+            self.tolerance = self.tolerance or tolerance_of(precision, self.on_gpu)
+            self.lasting = lasting_steps(precision, not self.on_gpu)
+        for row in [*self.rows, *filter(None, [self.control])] if self.reference else []:
+            self._compare(row, base)
+        if not (self.control and self.control.completed):
+            self.control = None
+        others = [row for row in self.rows if row is not self.reference]
+        # Rows with a loss that could be compared, and those whose losses differ
+        self.compared = [row for row in others if row.points or row.evaluations]
+        self.departing = [row for row in self.rows if row.first]
+        # Whether the losses of all compared rows agree; None if none could be compared
+        self.same_model = not self.departing if self.compared else None
+        # Whether neither the control nor RESUME=1 indicates that the load differed
+        self.speeds_are_comparable = len({row.kept for row in self.rows if row.completed}) < 2
+        if self.control and (speed := self.control.numbers["speed"]):
+            self.speeds_are_comparable = abs(speed - 1) <= LARGEST_SPEED_CHANGE
 
     @property
     def exit_code(self) -> int:
         """1 if a loss differs, a strategy failed or nothing could be compared; else 0."""
         if not self.of_strategies:
             return 0 if self.same_model and len(self.compared) == len(self.rows) - 1 else 1
-        failed = any(row.failed for row in self.rows)
+        failed = any(row.status not in ("completed", "skipped") for row in self.rows)
         return int(self.reference is None or bool(self.departing) or failed)
+
+    def _compare(self, row: Row, base: RecordedRun) -> None:
+        """Fill in a row: the medians of its runs, and what is relative to the reference."""
+        for run, (key, expected) in itertools.product(row.completed, self.work.items()):
+            if self.of_strategies and (value := lookup(run.results, key)) != expected:
+                run.status = "other_work"
+                run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
+        runs = row.completed if self.of_strategies else row.runs
+        measured = [run.numbers for run in row.completed if run.numbers]
+        if measured:
+            row.numbers |= {key: medians([run.get(key) for run in measured]) for key in measured[0]}
+        if len(measured) > 1 and not self.simulated:
+            speeds = [run["samples_per_second"] for run in measured]
+            ends = {"samples_per_second_low": min(speeds), "samples_per_second_high": max(speeds)}
+            row.numbers |= ends
+        for run in runs:
+            slack = base.slack + run.slack
+            row.points += points_of(base.losses, run.losses, self.lasting, slack)
+            row.evaluations += points_of(base.evaluations, run.evaluations, 1, slack)
+        for points in (row.evaluations, row.points):
+            beyond = [point for point in points if point.relative > (self.tolerance or 0)]
+            row.first = min(beyond, key=lambda point: point.last, default=row.first)
+        if runs:
+            row.differences = compare_facts(base, runs[0])
+            row.causes = self._causes_of(row)
+        if row.points:
+            row.largest = max(row.points, key=lambda point: point.relative)
+            row.numbers |= {"difference": row.largest.relative}
+            row.numbers |= {"difference_step": row.largest.last}
+        if row.first in row.points:
+            row.numbers |= {"departs_at": row.first.last, "departing_loss": row.first.b}
+        if row.measured and self.reference and self.reference.measured:
+            self._add_ratios(row, self.reference.numbers)
+
+    def _causes_of(self, row: Row) -> list[Difference]:
+        """Return the differences that explain the first differing loss, the most likely first.
+
+        What can change step 1 would have been seen there: of several causes, those that begin to
+        have an effect just before the first differing step come first.
+        """
+        if row.first is None:
+            return []
+        on = "losses" if row.first in row.points else "evaluations"
+        latest = row.first.last + self.lasting - 1  # the first medians share their steps
+        effects = [(entry, entry.effect) for entry in row.differences if entry.effect.on == on]
+        found = [entry for entry, effect in effects if effect.first_step <= latest]
+        return sorted(found, key=lambda entry: -entry.effect.first_step)
+
+    def _add_ratios(self, row: Row, reference: dict[str, Any]) -> None:
+        """Add the memory saved and the relative speed."""
+        numbers, ranks = row.numbers, self.facts.get("simulated_world_size")
+        shards = (ranks or self.facts["world_size"]) > 1
+        shards = shards or STRATEGIES[row.completed[0].results["strategy"]].offloads
+        if row is not self.reference and reference["memory_bytes"] and shards:
+            numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
+        if speed := reference["samples_per_second"]:
+            for suffix in ("", "_low", "_high"):
+                numbers[f"speed{suffix}"] = numbers[f"samples_per_second{suffix}"] / speed
 
 
 def compare_runs(runs: list[RecordedRun], tolerance: float) -> Comparison:
     """Compare runs of any kind with the first one, step by step."""
     rows = [Row(name, [run]) for name, run in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", runs, strict=False)]
-    comparison = Comparison(" ".join(str(run.place) for run in runs), rows, rows[0], tolerance)
-    for row in rows:
-        _measure(row)
-        _compare(row, comparison)
-    return comparison
+    return Comparison(" ".join(str(run.place) for run in runs), rows, tolerance)
 
 
 def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
-    """Read and compare the strategies in <folder>/<strategy>/<repeat>/.
+    """Read and compare the strategies that compare_strategies.sh left in <strategy>/<repeat>/.
 
     Args:
-        folder: the folder that compare_strategies.sh filled; its planned.txt names strategies that
-            may not have run yet.
         tolerance: replaces the value in TOLERANCES.
     """
     planned_names = read_text(folder / "planned.txt").split()
     names = [n for n in STRATEGIES if n in planned_names or (folder / n).is_dir()]
-    rows = [_read_row(folder / name) for name in names]
-    reference = next((row for row in rows if row.completed), None)
+    *rows, control = (_read_row(folder / name) for name in (*names, "control"))
     cap = read_text(folder / "step_cap.txt").strip()
-    comparison = Comparison(folder.resolve().name, rows, reference, tolerance, of_strategies=True)
-    comparison.step_cap = int(cap) if cap.isdecimal() else None
-    if reference is None:
-        return comparison
-    precision = comparison.facts["precision"]
-    comparison.tolerance = tolerance or tolerance_of(precision, comparison.on_gpu)
-    comparison.lasting = lasting_steps(precision, not comparison.on_gpu)
-    control = _read_row(folder / "control")
-    for row in (*rows, control):
-        for run in row.completed:
-            for key, expected in comparison.work.items():
-                if (value := lookup(run.results, key)) != expected:
-                    run.status = "other_work"
-                    run.reason = f"{key} is {shown(value)}, the reference's is {shown(expected)}"
-        _measure(row)
-        _compare(row, comparison)
-    comparison.control = control if control.completed else None
-    return comparison
+    step_cap = int(cap) if cap else None
+    return Comparison(folder.resolve().name, rows, tolerance, True, step_cap, control)
 
 
 def _read_row(folder: Path) -> Row:
@@ -586,71 +490,19 @@ def read_strategy_run(folder: Path) -> RecordedRun:
     run = read_folder(folder)
     if run.completed and not run.numbers:
         run.status, run.reason = "failed", f"{run.reason}: was it edited, or made by --eval_only?"
-    elif run.completed and run.results.get("precision") not in TOLERANCES:
-        run.status, run.reason = "failed", "results.json lacks the precision"
     elif run.completed and not run.results.get("simulated_world_size"):
-        if [span.end for span in run.spans] != [*range(1, run.results.get("steps", 0) + 1)]:
+        if [span.end for span in run.losses] != [*range(1, run.results.get("steps", 0) + 1)]:
             run.status, run.reason = "failed", "metrics.jsonl does not hold every step"
     elif run.status not in ("completed", "skipped", "oom", "timeout", "interrupted"):
         run.status = "failed"
     return run
 
 
-def _measure(row: Row) -> None:
-    """Fill in the medians over the row's completed runs."""
-    measured = [run.numbers for run in row.completed if run.numbers]
-    if not measured:
-        return
-    row.numbers |= {key: medians([run.get(key) for run in measured]) for key in measured[0]}
-    if len(measured) > 1 and row.numbers["samples_per_second"] is not None:
-        speeds = [run["samples_per_second"] for run in measured]
-        row.numbers |= {"samples_per_second_low": min(speeds)}
-        row.numbers |= {"samples_per_second_high": max(speeds)}
-
-
-def _compare(row: Row, comparison: Comparison) -> None:
-    """Fill in what is relative to the reference."""
-    reference, numbers = comparison.reference, row.numbers
-    runs = row.completed if comparison.of_strategies else row.runs
-    if reference is None or comparison.tolerance is None or not runs:
-        return
-    base, tolerance = (reference.completed or reference.runs)[0], comparison.tolerance
-    row.tolerance, row.lasting = tolerance, comparison.lasting
-    for run in runs:
-        row.points += points_of(base, run, comparison.lasting)
-        both = sorted(base.evaluations.keys() & run.evaluations.keys())
-        pairs = [(step, base.evaluations[step], run.evaluations[step]) for step in both]
-        row.evaluations += [Point(n, n, a, b, relative(a, b)) for n, a, b in pairs]
-    beyond = [point for point in row.points if point.relative > tolerance]
-    row.first = min(beyond, key=lambda point: point.last, default=None)
-    row.first_evaluation = next((p for p in row.evaluations if p.relative > tolerance), None)
-    row.differences = compare_facts(base, runs[0])
-    if row.largest:
-        numbers |= {"difference": row.largest.relative, "difference_step": row.largest.last}
-    if row.first:
-        numbers |= {"departs_at": row.first.last, "departing_loss": row.first.b}
-    if not (row.measured and reference.measured):
-        return
-    sharded = STRATEGIES[runs[0].results["strategy"]]
-    ranks = base.results.get("simulated_world_size") or base.results["world_size"]
-    if (
-        row is not reference
-        and reference.numbers["memory_bytes"]
-        and (ranks > 1 or sharded.offloads)
-    ):
-        numbers["saved"] = 1 - numbers["memory_bytes"] / reference.numbers["memory_bytes"]
-    if speed := reference.numbers["samples_per_second"]:
-        for suffix in ("", "_low", "_high"):
-            if (value := numbers[f"samples_per_second{suffix}"]) is not None:
-                numbers[f"speed{suffix}"] = value / speed
-
-
 def compare_facts(a: RecordedRun, b: RecordedRun) -> list[Difference]:
     """Return what differs between two runs; of a run of Trainer only what both recorded."""
     different_kinds = a.of_trainer != b.of_trainer
     # A run of an earlier version recorded no flags, one that failed early no run signature.
-    keys = ("flags", "run_signature")
-    complete = all(isinstance(run.results.get(key), dict) for run in (a, b) for key in keys)
+    complete = all(run.results.get(key) for run in (a, b) for key in ("flags", "run_signature"))
     steps = sorted(a.lrs.keys() & b.lrs.keys())
     rate = None
     if steps and not different_kinds:
@@ -666,7 +518,7 @@ def relative(a: float, b: float, slack: float = 0.0) -> float:
     return max(0.0, abs(a - b) - slack) / max(abs(a), 1e-12)
 
 
-def points_of(reference: RecordedRun, run: RecordedRun, lasting: int = 1) -> list[Point]:
+def points_of(a: list[Span], b: list[Span], lasting: int, slack: float) -> list[Point]:
     """Return the losses of the steps that both runs have.
 
     Runs that log means over different numbers of steps are compared in the means between the steps
@@ -675,16 +527,16 @@ def points_of(reference: RecordedRun, run: RecordedRun, lasting: int = 1) -> lis
     Args:
         lasting: number of steps of which each difference is the median: the step and those before
             it. The first differences are all the median of the first `lasting` steps.
+        slack: subtracted from each difference.
     """
-    both = (reference, run)
-    edges = [{edge for span in one.spans for edge in (span.start, span.end)} for one in both]
-    starts = [{span.start: span for span in one.spans} for one in both]
+    edges = [{edge for span in spans for edge in (span.start, span.end)} for spans in (a, b)]
+    starts = [{span.start: span for span in spans} for spans in (a, b)]
     found = []
     for start, end in itertools.pairwise(sorted(edges[0] & edges[1])):
-        a, b = (_mean_loss(spans, start, end) for spans in starts)
-        if a is not None and b is not None:
-            found.append((start + 1, end, a, b))
-    per_step = [relative(a, b, reference.slack + run.slack) for _, _, a, b in found]
+        mean, other = (_mean_loss(spans, start, end) for spans in starts)
+        if mean is not None and other is not None:
+            found.append((start + 1, end, mean, other))
+    per_step = [relative(a, b, slack) for _, _, a, b in found]
     return [
         Point(*point, median(per_step[max(0, number - lasting) : max(number, lasting)]))
         for number, point in enumerate(found, 1)
@@ -692,15 +544,11 @@ def points_of(reference: RecordedRun, run: RecordedRun, lasting: int = 1) -> lis
 
 
 def _mean_loss(spans: dict[int, Span], start: int, end: int) -> float | None:
-    """Return the mean loss of the steps after `start` up to `end`; None if one has no loss.
-
-    Args:
-        spans: by their start.
-    """
+    """Return the mean loss of the steps after `start` up to `end`; None if one has no loss."""
     total, step = 0.0, start
     while step < end:
-        if (span := spans.get(step)) is None:
+        if step not in spans:
             return None
-        total += span.loss * (span.end - span.start)
-        step = span.end
+        total += spans[step].loss * (spans[step].end - step)
+        step = spans[step].end
     return total / (end - start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -10,7 +9,15 @@ from typing import Any
 
 from support.files.atomic import only_finite
 from support.report import PHASES
-from support.report.compare import TOLERANCES, Comparison, Row, state_bytes, tolerance_of
+from support.report.compare import (
+    TOLERANCES,
+    Comparison,
+    RecordedRun,
+    Row,
+    read_text,
+    state_bytes,
+    tolerance_of,
+)
 from support.strategy import STRATEGIES
 from support.text_tables import markdown_table, text_table
 from support.units import GB, MB, human_bytes, human_rate
@@ -35,83 +42,65 @@ def as_text(comparison: Comparison, wide: bool = False) -> str:
 def as_markdown(comparison: Comparison) -> str:
     """Return the .md file, for a README or a lab notebook, with all columns."""
     tables = [markdown_table(*table) for table in tables_of(comparison, True) if table[0]]
-    figure = f"![Memory, throughput and losses](comparison_results_{comparison.name}.png)"
-    parts = [
-        f"## {title(comparison)}",
-        *tables[:1],
-        "\n".join(f"- {line}" for line in sentences_of(comparison)),
-        *([figure] if comparison.reference else []),
-        *tables[1:],
-        "\n".join(f"- {line}" for line in provenance(comparison)),
-        "```bash\n" + "\n".join(commands_of(comparison)) + "\n```",
-    ]
+    parts = [f"## {title(comparison)}", *tables[:1]]
+    parts.append("\n".join(f"- {line}" for line in sentences_of(comparison)))
+    if comparison.reference:
+        parts.append(f"![Charts](comparison_results_{comparison.name}.png)")
+    parts += [*tables[1:], "\n".join(f"- {line}" for line in provenance(comparison))]
+    parts.append("```bash\n" + "\n".join(commands_of(comparison)) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as a JSON value; docs/OUTPUTS.md explains its keys."""
-    row = next((row for row in comparison.rows if row is not comparison.reference), None)
+    keys = ("name", "tolerance", "same_model", "speeds_are_comparable", "exit_code", "step_cap")
     return {
         "schema_version": 1,
-        "name": comparison.name,
+        **{key: getattr(comparison, key) for key in (*keys, "work")},
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.name if comparison.reference else None,
-        "tolerance": comparison.tolerance,
         "lasting_steps": comparison.lasting,
         "equal": comparison.same_model is True,
-        "same_model": comparison.same_model,
-        "speeds_are_comparable": comparison.speeds_are_comparable,
         "departing": [row.name for row in comparison.departing],
-        "exit_code": comparison.exit_code,
-        "step_cap": comparison.step_cap,
-        "work": comparison.work,
         "hardware": comparison.facts.get("hardware"),
         "versions": comparison.facts.get("versions"),
         "verdict": sentences_of(comparison),
-        "control": _row_as_json(comparison.control) if comparison.control else None,
-        **({} if comparison.of_strategies or row is None else _difference_as_json(row)),
+        "control": comparison.control and _row_as_json(comparison.control),
         "strategies" if comparison.of_strategies else "runs": [*map(_row_as_json, comparison.rows)],
     }
 
 
 def _row_as_json(row: Row) -> dict[str, Any]:
-    runs = [
+    attempts = [
         {
-            "status": run.status,
-            "reason": run.reason,
             "folder": str(run.place),
-            "steps": run.extent,
-            "kept": run.kept,
-            "command": run.command,
-            "started_at": run.results.get("started_at"),
-            "samples_per_second": run.results.get("samples_per_second"),
+            "steps": extent_of(run),
+            "command": command_of(run),
+            **{key: getattr(run, key) for key in ("status", "reason", "kept")},
+            **{key: run.results.get(key) for key in ("started_at", "samples_per_second")},
         }
         for run in row.runs
     ]
-    numbers = {"strategy": row.name, "status": row.status, "reason": row.reason, **row.numbers}
-    return only_finite({**numbers, "attempts": runs})
+    entry = {
+        "strategy": row.name,
+        "status": row.status,
+        "reason": row.reason,
+        **row.numbers,
+        "attempts": attempts,
+        "compared_steps": sum(point.last - point.first + 1 for point in row.points),
+        "first_difference": row.first and row.first._asdict(),
+        "largest_difference": row.largest and row.largest._asdict(),
+        "likely_causes": [entry.name for entry in row.causes],
+        "differences": [
+            {"name": entry.name, "a": entry.a, "b": entry.b}
+            | {"changes": entry.effect.on, "effect": entry.effect.text}
+            for entry in row.differences
+        ],
+    }
+    return only_finite(entry)
 
 
-def _difference_as_json(row: Row) -> dict[str, Any]:
-    """Return how the second of two runs differs from the first."""
-    return only_finite(
-        {
-            "answer": row_sentence(row, "A"),
-            "compared_steps": sum(point.last - point.first + 1 for point in row.points),
-            "first_difference": row.first and vars(row.first),
-            "largest_difference": row.largest and vars(row.largest),
-            "evaluations": [vars(point) for point in row.evaluations],
-            "likely_causes": [entry.name for entry in row.causes],
-            "differences": [
-                {"name": entry.name, "a": entry.a, "b": entry.b}
-                | {"changes": entry.effect.on, "effect": entry.effect.text}
-                for entry in row.differences
-            ],
-        }
-    )
-
-
-# ------------------------------------------------------------------------------------------ header
+# --------------------------------------------------------------------------- header and provenance
 
 
 def title(comparison: Comparison) -> str:
@@ -119,7 +108,7 @@ def title(comparison: Comparison) -> str:
     work = comparison.work
     if not comparison.of_strategies:
         runs = [(row.name, row.runs[0]) for row in comparison.rows]
-        return "; ".join(f"{name}: {run.place}, {run.extent}" for name, run in runs)
+        return "; ".join(f"{name}: {run.place}, {extent_of(run)}" for name, run in runs)
     if not work:
         return f"Comparison of strategies: {comparison.name}"
     one, several = ("GPU", "GPUs") if comparison.on_gpu else ("CPU process", "CPU processes")
@@ -129,35 +118,46 @@ def title(comparison: Comparison) -> str:
     micro_steps, size = work["gradient_accumulation_steps"], work["batch_size"]
     batch = f"{size} block{'s' * (size > 1)} of {work['seq_length']} tokens each"
     batch += f" × {micro_steps} micro-batches" if micro_steps > 1 else ""
-    capped = " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
+    steps = f"{work['steps']} steps"
+    steps += " (the comparison's default cap)" if comparison.step_cap == work["steps"] else ""
     repeats = max(len(row.runs) for row in comparison.rows)
-    repeated = f", {repeats} repeats" if repeats > 1 else ""
+    steps += f", {repeats} repeats" if repeats > 1 else ""
     model = f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters)"
-    steps = f"{work['steps']} steps{capped}{repeated}"
     return f"{model} on {ranks}, {work['precision']}, {batch}, {steps}"
 
 
 def provenance(comparison: Comparison) -> list[str]:
     """Return lines with the hardware, the versions and the date of the measurements."""
     facts = comparison.facts
-    machine, dataset = facts.get("hardware") or {}, facts.get("dataset") or {}
-    if not (machine.get("cpu") and facts.get("versions")):
+    machine, dataset = facts.get("hardware"), facts.get("dataset") or {}
+    if not (machine and facts.get("versions")):
         return []
-    gpu = machine.get("gpu") or "no GPU"
     cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     memory = human_bytes(machine["ram_bytes"])
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     return [
-        f"Hardware: {gpu}, {cores} of {machine['cpu']}, {memory} of memory",
+        f"Hardware: {machine['gpu'] or 'no GPU'}, {cores} of {machine['cpu']}, {memory} of memory",
         f"Versions: {versions}",
         f"Measured: {str(facts.get('started_at'))[:10]}; dataset {dataset.get('name')}, "
         f"sha256 {str(dataset.get('sha256'))[:12]}…",
     ]
 
 
+def extent_of(run: RecordedRun) -> str:
+    """Describe the steps that have a loss."""
+    if not run.losses:
+        return "no step"
+    return f"steps {run.losses[0].start + 1:,} to {run.losses[-1].end:,}"
+
+
+def command_of(run: RecordedRun) -> str:
+    """Return the command line of a run, with its launcher if compare_strategies.sh started it."""
+    return read_text(run.place / "command.txt").strip() or str(run.results.get("command", ""))
+
+
 def commands_of(comparison: Comparison) -> list[str]:
     """Return the command line of each run."""
-    return [run.command for row in comparison.rows for run in row.runs if run.command]
+    return [*filter(None, (command_of(run) for row in comparison.rows for run in row.runs))]
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -166,25 +166,19 @@ def commands_of(comparison: Comparison) -> list[str]:
 def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
     """Return the tables: results, then communication and times, or what differs between runs."""
     columns = _columns(comparison, wide)
-    cells = [
-        [
-            row.name,
-            "kept" if row.kept and row.status == "completed" else row.status.replace("_", " "),
-            *[_cell(cell, row) for cell in columns.values()],
-        ]
-        for row in comparison.rows
-    ]
-    results: Table = (cells, ["", "status", *columns])
+    rows = []
+    for row in comparison.rows:
+        status = "kept" if row.kept and row.status == "completed" else row.status.replace("_", " ")
+        rows.append([row.name, status])
+        for cell in columns.values():
+            try:
+                rows[-1].append(cell(row.numbers))
+            except TypeError:  # the row lacks the number
+                rows[-1].append("—")
+    results: Table = (rows, ["", "status", *columns])
     if not comparison.of_strategies:
         return [results, *(_facts_table(row, wide) for row in comparison.rows[1:])]
     return [results] if comparison.simulated else [results, _step_table(comparison)]
-
-
-def _cell(cell: Callable[[dict[str, Any]], str], row: Row) -> str:
-    try:
-        return cell(row.numbers)
-    except TypeError:  # the row lacks the number
-        return "—"
 
 
 def _columns(comparison: Comparison, wide: bool) -> dict[str, Callable[[dict[str, Any]], str]]:
@@ -193,9 +187,6 @@ def _columns(comparison: Comparison, wide: bool) -> dict[str, Callable[[dict[str
 
     def size(name: str, unit: int = unit, digits: int = digits) -> Callable[[dict], str]:
         return lambda n: f"{n[name] / unit:,.{digits}f}"
-
-    def kinds(*names: str) -> Callable[[dict], str]:
-        return lambda n: f"{sum(n['categories'][name] for name in names) / MB:,.1f}"
 
     saved = {"saved": lambda n: f"{100 * n['saved']:.0f}%"}
     if comparison.simulated:
@@ -207,19 +198,12 @@ def _columns(comparison: Comparison, wide: bool) -> dict[str, Callable[[dict[str
             "logits": size("logits", MB, 1),
             "peak": size("step_peak_bytes", MB, 1),
             "plan\nof it": lambda n: f"{n['step_peak_bytes'] and n['planned']['peak'] / MB:,.1f}",
-            **(
-                {name: kinds(name) for name in ("parameters", "gradients", "optimizer")}
-                if wide
-                else {}
-            ),
-            **({"buffers,\nother": kinds("buffers", "other")} if wide else {}),
         }
-    reference = comparison.reference.name if comparison.reference else "dp"
     columns = {
         memory: size("memory_bytes"),
         "plan": size("planned_bytes"),
         "samples\n/s": lambda n: human_rate(n["samples_per_second"]),
-        f"speed\nvs {reference}": lambda n: (
+        f"speed\nvs {comparison.reference.name if comparison.reference else 'dp'}": lambda n: (
             f"{n['speed']:.2f} ±{(n['speed_high'] - n['speed_low']) / 2:.2f}"
         ),
         "final\nloss": lambda n: f"{n['final_loss']:.4f}",
@@ -233,7 +217,6 @@ def _columns(comparison: Comparison, wide: bool) -> dict[str, Callable[[dict[str
             "host\nGB/rank": size("host_bytes", GB, 2),
             "NVMe\nMB": size("nvme_bytes", MB, 0),
             "tokens/s\n/rank": lambda n: f"{n['tokens_per_second_per_gpu']:,.0f}",
-            "slowest to\nfastest": lambda n: f"{n['speed_low']:.2f}–{n['speed_high']:.2f}",
         }
     return columns
 
@@ -243,21 +226,16 @@ def _step_table(comparison: Comparison) -> Table:
 
     The paper (arXiv 1910.02054, section 7) has no gradient accumulation.
     """
-    headers = ["", "sent\nMB/step", "volume", "paper", "step\nms", "data", "for-\nward"]
     rows = []
     for row in comparison.rows:
         if seconds := row.numbers["phases_seconds"]:
             sent, volume = row.numbers["sent_bytes"], row.numbers["volume"]
-            rows.append(
-                [
-                    row.name,
-                    "—" if sent is None else f"{sent / MB:,.1f}",
-                    "—" if volume is None else f"{volume:.2f}P",
-                    "3P" if STRATEGIES[row.name].shards_parameters else "2P",
-                    f"{1000 * sum(seconds.values()):.0f}",
-                    *[f"{1000 * seconds[phase]:.0f}" for phase in PHASES],
-                ]
-            )
+            paper = "3P" if STRATEGIES[row.name].shards_parameters else "2P"
+            cells = ["—" if sent is None else f"{sent / MB:,.1f}"]
+            cells += ["—" if volume is None else f"{volume:.2f}P", paper]
+            times = [sum(seconds.values()), *(seconds[phase] for phase in PHASES)]
+            rows.append([row.name, *cells, *(f"{1000 * time:.0f}" for time in times)])
+    headers = ["", "sent\nMB/step", "volume", "paper", "step\nms", "data", "for-\nward"]
     return rows, [*headers, "back-\nward", "up-\ndate"]
 
 
@@ -276,107 +254,91 @@ def _facts_table(row: Row, wide: bool) -> Table:
 
 def sentences_of(comparison: Comparison) -> list[str]:
     """Return the conclusions: equal losses, speed, memory, and what the comparison cannot show."""
-    reference = comparison.reference
-    if reference is None:
+    if comparison.reference is None:
         sentences = ["❌ No strategy completed, so there is nothing to compare."]
     elif comparison.simulated:
-        sentences = [_simulated(comparison)]
+        sentences = [
+            "This is a memory simulation: one process allocated what rank 0 of "
+            f"{comparison.work['simulated_world_size']} ranks would. Nothing was trained."
+        ]
     else:
-        sentences = [*_losses(comparison, reference)]
-        rows = [row for row in comparison.rows if row.measured and not row.departs]
+        sentences = [*_losses(comparison, comparison.reference)]
+        rows = [row for row in comparison.rows if row.measured and not row.first]
         if comparison.of_strategies and rows:
             sentences += [_speeds(comparison, rows), _smallest(comparison, rows)]
-            sentences += _limits(comparison)
     return [*sentences, *_files(comparison)]
 
 
 def _losses(comparison: Comparison, reference: Row) -> Iterator[str]:
     """Say whose losses agree with the reference's, and whose differ and why."""
-    if comparison.of_strategies and reference.name != "dp":
-        dp = next((row for row in comparison.rows if row.name == "dp"), None)
-        reason = f"did not complete ({dp.status})" if dp else "was left out"
-        others = f"the others are compared with {reference.name}"
-        yield f"ℹ️  dp, the plain reference, {reason}: {others}."
-    for row in comparison.departing:
-        yield row_sentence(row, "its first run" if row is reference else reference.name)
-    if equal := [row for row in comparison.compared if not row.departs]:
-        yield _agreement(comparison, equal)
     for row in comparison.rows:
-        if not (row is reference or row.points or row.evaluations or comparison.of_strategies):
-            yield row_sentence(row, reference.name)
-    if comparison.of_strategies and not comparison.compared:
+        alone = not (row is reference or row.points or row.evaluations or comparison.of_strategies)
+        if row.first or alone:
+            yield row_sentence(row, comparison)
+    if equal := [row for row in comparison.compared if not row.first]:
+        points = [(point, row) for row in equal for point in row.points + row.evaluations]
+        worst, row = max(points, key=lambda entry: entry[0].relative)
+        steps = min(sum(point.last - point.first + 1 for point in row.points) for row in equal)
+        medians = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
+        *names, last = [row.name for row in equal]
+        yield (
+            f"✅ Same model: the losses of {', '.join(names)}{' and ' * bool(names)}{last} agree "
+            f"with those of {reference.name} in all {steps:,} steps"
+            f"{' and in the evaluations' if row.evaluations else ''}. The largest relative "
+            f"difference is {worst.relative:.1e}{medians} ({row.name}, {worst.steps}); tolerance "
+            f"{comparison.tolerance:g}."
+        )
+    if not comparison.compared and comparison.of_strategies:
         yield f"ℹ️  Only {reference.name} completed, so no losses could be compared."
-    if comparison.control and comparison.control.points and comparison.compared:
+    if comparison.control and comparison.compared:
         yield _control(comparison.control, reference)
 
 
-def _agreement(comparison: Comparison, rows: list[Row]) -> str:
-    points = [(point, row) for row in rows for point in row.points + row.evaluations]
-    worst, row = max(points, key=lambda entry: entry[0].relative)
-    steps = min(sum(point.last - point.first + 1 for point in row.points) for row in rows)
-    over = f"in all {steps:,} steps" + (" and in the evaluations" if row.evaluations else "")
-    medians = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
-    assert comparison.reference is not None
-    return (
-        f"✅ Same model: the losses of {_names(rows)} agree with those of "
-        f"{comparison.reference.name} {over}. The largest relative difference is "
-        f"{worst.relative:.1e}{medians} ({row.name}, {worst.steps}); tolerance "
-        f"{comparison.tolerance:g}."
-    )
-
-
-def row_sentence(row: Row, reference: str) -> str:
+def row_sentence(row: Row, comparison: Comparison) -> str:
     """Say how the losses of a row differ from the reference's, and the likely cause."""
-    if not (row.points or row.evaluations):
+    first, largest, reference = row.first, row.largest, comparison.reference
+    if first is None or reference is None:
         status = f"{row.status}{': ' * bool(row.reason)}{row.reason}"
         return f"❌ {row.name}: no loss could be compared, no step in common ({status})."
-    first = row.first or row.first_evaluation
-    if first is None:
-        return f"✅ {row.name}: the losses agree with those of {reference}."
-    what = "losses" if row.first else "training losses agree, and the evaluations"
-    later = row.points[row.points.index(row.first) :] if row.first else []
-    on = " on" if later and all(point.relative > row.tolerance for point in later) else ""
-    text = f"❌ {row.name}: the {what} differ from those of {reference} from {first.steps}{on} "
-    text += f"({first.losses})."
-    if row.first and row.largest and row.largest is not row.first:
-        text += f" The largest difference is {row.largest.relative:.1e}, at {row.largest.steps}."
-    causes = "; or ".join(f"{entry}: {entry.effect.text}" for entry in row.causes[:MOST_CAUSES])
-    return text + (f" Likely cause: {causes}." if causes else _rounding(row))
+    what, on = "training losses agree, and the evaluations", ""
+    if first in row.points:
+        what, later = "losses", row.points[row.points.index(first) :]
+        on = " on" if all(point.relative > (comparison.tolerance or 0) for point in later) else ""
+    digits = ".4f" if first.relative > 1e-4 else ".8g"
+    text = (
+        f"❌ {row.name}: the {what} differ from those of "
+        f"{'its first run' if row is reference else reference.name} from {first.steps}{on} "
+        f"({first.a:{digits}} and {first.b:{digits}}, {first.relative:.1e} relative)."
+    )
+    if largest and largest != first and first in row.points:
+        text += f" The largest difference is {largest.relative:.1e}, at {largest.steps}."
+    named = "; or ".join(f"{entry}: {entry.effect.text}" for entry in row.causes[:MOST_CAUSES])
+    return text + (f" Likely cause: {named}." if named else _rounding(row))
 
 
 def _rounding(row: Row) -> str:
     """Say whether rounding explains the difference, where no recorded fact changes the losses."""
     results = row.runs[0].results
-    names = [str(entry) for entry in row.differences if entry.effect.on == "rounding"]
-    if not results:
-        return " trainer_state.json does not record what could explain it: compare the arguments."
-    if not names:
-        return (
-            " Nothing that the runs record explains it. On a GPU, some kernels add in no fixed "
-            "order: --deterministic."
-        )
-    other = [entry.a for entry in row.differences if entry.name == "precision"]
-    precisions = {str(name) for name in (*other, results.get("precision"))} & {*TOLERANCES}
+    found = [entry for entry in row.differences if entry.effect.on == "rounding"]
+    precisions = {str(entry.a) for entry in found if entry.name == "precision"}
+    precisions = {*precisions, str(results.get("precision"))} & TOLERANCES.keys()
     on_gpu = results.get("device") == "cuda"
     limit = max((tolerance_of(name, on_gpu) for name in precisions), default=TOLERANCES["fp32"])
+    names = ", ".join(map(str, found)) or "nothing that the runs record"
     if row.largest and row.largest.relative <= limit:
-        return (
-            f" Likely cause: rounding, up to {limit:.0e} relative, because of {', '.join(names)}."
-        )
+        return f" Likely cause: rounding, up to {limit:.0e} relative, because of {names}."
     return (
-        f" This is more than rounding explains ({limit:.0e} relative), and the runs record no "
-        f"other cause than {', '.join(names)}. Repeat with --precision fp32 to tell a fault from "
-        "rounding."
+        f" This is more than rounding explains ({limit:.0e} relative), and what differs is "
+        f"{names}. Repeat with --precision fp32 --deterministic to tell a fault from rounding."
     )
 
 
 def _control(control: Row, reference: Row) -> str:
     """Say whether the losses would show a strategy that trains slightly differently."""
-    rates = [next(iter(row.completed[0].lrs.values()), math.nan) for row in (control, reference)]
-    largest = control.largest.relative if control.largest else 0.0
+    rates = [next(iter(row.completed[0].lrs.values())) for row in (control, reference)]
     text = (
         f"with a {100 * (rates[0] / rates[1] - 1):.0f}% higher learning rate the losses of "
-        f"{reference.name} differ by up to {largest:.1e}"
+        f"{reference.name} differ by up to {control.numbers['difference']:.1e}"
     )
     if control.first:
         at = f"and exceed the tolerance at step {control.first.last}"
@@ -388,28 +350,24 @@ def _control(control: Row, reference: Row) -> str:
 
 
 def _speeds(comparison: Comparison, rows: list[Row]) -> str:
-    """Name the fastest, if the runs had the same load."""
+    """Name the fastest and the slowest, if the runs had the same load."""
     if not comparison.speeds_are_comparable:
-        if comparison.control and comparison.control.numbers["speed"]:
+        reason = "some runs were kept from an earlier comparison (RESUME=1)"
+        if comparison.control:
             speed = comparison.control.numbers["speed"]
             reason = f"the control does the same work as dp and ran at {speed:.2f} times its speed"
-        else:
-            reason = "some runs were kept from an earlier comparison (RESUME=1)"
         return (
             f"⚠️  The speeds are not comparable: {reason}. Other programs may have used the "
             "machine. Compare again without RESUME, with REPEATS=3."
         )
-    fastest, *others = sorted(rows, key=lambda row: -row.numbers["samples_per_second"])
-    rate = fastest.numbers["samples_per_second"]
-    text = f"Fastest: {fastest.name}, {human_rate(rate)} samples/s"
-    if others:
-        ratio = others[-1].numbers["samples_per_second"] / rate
-        text += f"; slowest: {others[-1].name}, {ratio:.2f} times that"
-    slowest_repeat = fastest.numbers["samples_per_second_low"]
-    overlap = [r.name for r in others if r.numbers["samples_per_second_high"] > slowest_repeat]
-    # Without repeats the spread is that of one run's steps, which has other causes.
-    if comparison.repeated and overlap:
-        text += f" (within the spread of repeats: {', '.join(overlap)})"
+    ranking = sorted(rows, key=lambda row: -row.numbers["samples_per_second"])
+    fastest, slowest = (row.numbers["samples_per_second"] for row in (ranking[0], ranking[-1]))
+    text = f"Fastest: {ranking[0].name}, {human_rate(fastest)} samples/s"
+    if len(rows) > 1:
+        text += f"; slowest: {ranking[-1].name}, {slowest / fastest:.2f} times that"
+    one = "GPU" if comparison.on_gpu else "process"
+    if comparison.work["world_size"] == 1:
+        text += f". One {one} cannot show what sharding saves or what communication costs"
     if not comparison.on_gpu:
         text += ". The ranks share this CPU and its memory, so the order can differ on GPUs"
     return f"{text}."
@@ -417,76 +375,27 @@ def _speeds(comparison: Comparison, rows: list[Row]) -> str:
 
 def _smallest(comparison: Comparison, rows: list[Row]) -> str:
     """Name the strategy with the least GPU memory, and the least without offloading."""
-    by_memory = sorted(rows, key=lambda row: row.numbers["memory_bytes"])
-    sizes = {row.name: human_bytes(row.numbers["memory_bytes"]) for row in rows}
-    least = by_memory[0]
-    usage = "at its peak" if comparison.on_gpu else "of model states"
-    text = f"Least GPU memory: {least.name}, {sizes[least.name]} per rank {usage}"
-    if in_host := sum(least.numbers["host_categories"].values()):
-        text += f", and {human_bytes(in_host)} per rank in host memory"
-    if least.numbers["nvme_bytes"]:
-        text += f", and {human_bytes(least.numbers['nvme_bytes'])} on NVMe in total"
-    on_device = [row.name for row in by_memory if not STRATEGIES[row.name].offloads]
-    if on_device and least.name != on_device[0]:
-        text += f". Without offloading: {on_device[0]}, {sizes[on_device[0]]}"
-    return f"{text}."
-
-
-def _limits(comparison: Comparison) -> Iterator[str]:
-    """Say what this comparison cannot show: on one rank, and on a CPU."""
-    if comparison.work["world_size"] == 1:
-        yield (
-            f"ℹ️  One {'GPU' if comparison.on_gpu else 'process'} cannot show what sharding saves "
-            "or what communication costs. Compare on two or more."
-        )
-    if not comparison.on_gpu:
-        yield (
-            "ℹ️  On a CPU the memory is the model states that a GPU would hold, without "
-            "activations and temporary memory."
-        )
-
-
-def _simulated(comparison: Comparison) -> str:
-    """Explain memory simulations, and compare the memory estimate with them."""
-    text = (
-        "This is a memory simulation: one process allocated what rank 0 of "
-        f"{comparison.work['simulated_world_size']} ranks would. Nothing was trained."
+    on_device = [row for row in rows if not STRATEGIES[row.name].offloads]
+    least, without = (
+        min(some, key=lambda row: row.numbers["memory_bytes"]) for some in (rows, on_device or rows)
     )
-    errors = [
-        (abs(row.numbers["planned_bytes"] / row.numbers["memory_bytes"] - 1), row.name)
-        for row in comparison.rows
-        if row.numbers["planned_bytes"]
-    ]
-    if errors:
-        error, worst = max(errors)
-        quantity = "peaks" if comparison.on_gpu else "model states"
-        text += f" The planned {quantity} differ by at most {100 * error:.1f}% ({worst})."
-    return text
+    sizes = [human_bytes(row.numbers["memory_bytes"]) for row in (least, without)]
+    usage = "at its peak" if comparison.on_gpu else "of model states"
+    text = f"Least GPU memory: {least.name}, {sizes[0]} per rank {usage}."
+    return text if without is least else f"{text} Without offloading: {without.name}, {sizes[1]}."
 
 
 def _files(comparison: Comparison) -> Iterator[str]:
-    """Name the runs that did not complete, with reason and log, and files that are damaged."""
+    """Name the runs that did not complete, with reason and log, and what files lack."""
     for row in comparison.rows:
-        for run in row.runs:
-            where = run.place if not comparison.of_strategies else f"{row.name}"
-            if run.unreadable:
-                lines = "1 line" if run.unreadable == 1 else f"{run.unreadable:,} lines"
-                yield f"⚠️  {where}: {lines} of metrics.jsonl cannot be read and are left out."
-            if run.completed and run.reason:
-                yield f"ℹ️  {where}: {run.reason}, so its numbers are left out."
-            if run.slack:
-                yield f"ℹ️  {where} has losses of 4 decimals, which is considered."
-        if row.status == "completed":
-            continue
-        text = f"{row.name}: {row.status.replace('_', ' ')}"
-        if row.completed:
-            text += f" ({len(row.completed)} of {len(row.runs)} repeats completed)"
-        mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
-        log = next((run.place / "log.txt" for run in row.runs if not run.completed), None)
-        has_log = log and log.is_file() and row.status != "interrupted"
-        yield f"{mark} {text}. {row.reason}" + (f" Log: {log}" if has_log else "")
-
-
-def _names(rows: list[Row]) -> str:
-    *names, last = [row.name for row in rows]
-    return f"{', '.join(names)} and {last}" if names else last
+        for run in row.completed:
+            if run.reason:
+                yield f"⚠️  {row.name}: {run.reason}. What is missing is left out."
+        if row.status != "completed":
+            text = f"{row.name}: {row.status.replace('_', ' ')}"
+            if row.completed:
+                text += f" ({len(row.completed)} of {len(row.runs)} repeats completed)"
+            mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
+            logs = [run.place / "log.txt" for run in row.runs if not run.completed]
+            log = f" Log: {logs[0]}" if logs and logs[0].is_file() else ""
+            yield f"{mark} {text}. {row.reason}{log}"

@@ -6,9 +6,7 @@ hours = tokens / (tokens per second of a GPU × GPUs). The rate is measured by a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import math
 import shlex
 import sys
@@ -26,6 +24,7 @@ from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
 from support.memory.workload import Workload
+from support.report.metrics_file import read_metrics
 from support.report.peak_flops import find_by_short_name, flops_per_token
 from support.strategy import STRATEGIES
 from support.text_tables import text_table
@@ -36,8 +35,7 @@ MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from 
 WORK, RATE = ("tokens", "dataset_tokens", "max_steps"), ("measure", "results", "device")
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """The speed at which one GPU, or one CPU process, trains."""
 
     tokens_per_second: float  # of one rank
@@ -49,43 +47,20 @@ class Rate:
     share: float = 1.0  # of the positions of its sequences that hold tokens, not padding
 
 
-class Figure(NamedTuple):
-    """A number of the cost: its key, its value, the value as text, and where it is from."""
-
-    key: str
-    value: float
-    text: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost of a run; `str` has it as text."""
 
-    title: str
-    figures: list[Figure]
-    rate: Rate
-
-    @property
-    def summary(self) -> str:
-        """The figures from the hours on, in one line."""
-        texts = ", ".join(figure.text for figure in self.figures[3:])
-        return f"{self.title}: {texts} ({self.rate.source}: {self.rate.basis})"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry of --json."""
-        return {
-            "summary": self.summary,
-            **{figure.key: figure.value for figure in self.figures},
-            "sources": {figure.key: figure.source for figure in self.figures},
-            "warnings": self.rate.warnings,
-        }
+    summary: str
+    values: dict[str, float]
+    texts: dict[str, str]  # the values as text
+    sources: dict[str, str]  # where each value is from
+    warnings: list[str]
 
     def __str__(self) -> str:
-        rows = [(figure.key, figure.text, figure.source) for figure in self.figures]
+        rows = [(key, text, self.sources[key]) for key, text in self.texts.items()]
         lines = [self.summary, "", text_table(rows, ("number", "value", "source"))]
         lines.append("Start, evaluation, checkpoints and export of the run are not included.")
-        return "\n".join(lines + [f"⚠️  {warning}" for warning in self.rate.warnings])
+        return "\n".join(lines + [f"⚠️  {warning}" for warning in self.warnings])
 
 
 def is_planned(args: Options) -> bool:
@@ -95,13 +70,9 @@ def is_planned(args: Options) -> bool:
     if given and args.solve:
         raise UserError(f"--{given[0]} has no effect with --solve: leave one out.")
     for names, purpose in ((WORK, "amount of work"), (RATE, "rate")) if given else ():
-        chosen = [name for name in names if name in given]
-        if not chosen:
+        if not {*names} & {*given}:
             known = ", --".join(names)
             raise UserError(f"--{given[0]} needs the {purpose}: add one of --{known}.")
-        if len(chosen) > 1:
-            both = " and --".join(chosen)
-            raise UserError(f"--{both} set the same {purpose}: leave one out.")
     needs = {"epochs": "dataset_tokens", "mfu": "device", "save_seconds": "time_limit"}
     for flag, needed in needs.items():
         if flag in given and needed not in given:
@@ -110,13 +81,7 @@ def is_planned(args: Options) -> bool:
 
 
 def amount_of_work(args: Options, global_batch: int, share: float = 1.0) -> tuple[str, int, int]:
-    """Return the work in words, the tokens and the optimizer steps of a run.
-
-    Args:
-        args: --max_steps, --tokens, or --dataset_tokens with --epochs; and the seq_length.
-        global_batch: sequences per optimizer step; the last step of an epoch may have fewer.
-        share: see `Rate`.
-    """
+    """Return the work in words, the tokens and the optimizer steps of a run; `share`: see Rate."""
     length = args.seq_length * share
     if args.max_steps:
         tokens = round(args.max_steps * global_batch * length)
@@ -140,27 +105,30 @@ def cost_of(args: Options, work: Workload, rate: Rate) -> Cost:
     words, tokens, steps = amount_of_work(args, global_batch, rate.share)
     gpu_hours = tokens / rate.tokens_per_second / 3600
     hours, speed = gpu_hours / work.world_size, rate.tokens_per_second
-    by_rate, source = f"{rate.source} rate", f"{rate.source}: {rate.details}"
-    in_hours = f"{human_rate(hours)} h" + f" ({human_time(3600 * hours)})" * (hours < 2)
+    by_rate = f"{rate.source} rate"
+    values = {"tokens": tokens, "steps": steps, "tokens_per_second_per_gpu": speed}
+    values |= {"hours": hours, "gpu_hours": gpu_hours}
     batch = f"computed: {global_batch:,} sequences of {work.seq_length:,} tokens per step"
     batch += f", of which {1 - rate.share:.1%} is padding" if rate.share < 1 else ""
     given = " and ".join(f"--{flag}" for flag in (*WORK, "epochs") if getattr(args, flag))
-    figures = [
-        Figure("tokens", tokens, f"{tokens:,}", f"given: {given}"),
-        Figure("steps", steps, f"{steps:,}", batch),
-        Figure("tokens_per_second_per_gpu", speed, f"{speed:,.0f}", source),
-        Figure("hours", hours, in_hours, by_rate),
-        Figure("gpu_hours", gpu_hours, f"{human_rate(gpu_hours)} GPU-hours", by_rate),
-    ]
+    sources = {"tokens": f"given: {given}", "steps": batch}
+    sources |= {"tokens_per_second_per_gpu": f"{rate.source}: {rate.details}"}
+    sources |= {"hours": by_rate, "gpu_hours": by_rate}
+    texts = {key: f"{value:,.0f}" for key, value in values.items()}
+    texts["hours"] = f"{human_rate(hours)} h" + f" ({human_time(3600 * hours)})" * (hours < 2)
+    texts["gpu_hours"] = f"{human_rate(gpu_hours)} GPU-hours"
     if args.price:
-        price = gpu_hours * args.price
-        source = f"{by_rate}, given: {args.price:g} per GPU-hour"
-        figures.append(Figure("price", price, f"${price:,.2f}", source))
+        values["price"] = gpu_hours * args.price
+        texts["price"] = f"${values['price']:,.2f}"
+        sources["price"] = f"{by_rate}, given: {args.price:g} per GPU-hour"
     if args.watts:
-        energy = gpu_hours * args.watts / 1000
-        source = f"{by_rate}, given: {args.watts:g} W per GPU; host and cooling not included"
-        figures.append(Figure("energy_kwh", energy, f"{human_rate(energy)} kWh", source))
-    return Cost(f"{words} on {work.world_size} x {rate.device}", figures, rate)
+        values["energy_kwh"] = gpu_hours * args.watts / 1000
+        texts["energy_kwh"] = f"{human_rate(values['energy_kwh'])} kWh"
+        watts = f"given: {args.watts:g} W per GPU; host and cooling not included"
+        sources["energy_kwh"] = f"{by_rate}, {watts}"
+    title = f"{words} on {work.world_size} x {rate.device}"
+    summary = f"{title}: {', '.join([*texts.values()][3:])} ({rate.source}: {rate.basis})"
+    return Cost(summary, values, texts, sources, rate.warnings)
 
 
 # --------------------------------------------------------------------------------------- the rate
@@ -213,13 +181,13 @@ def measured_rate(
             f"The measured run differs in {different}. Its rate is used unchanged: communication "
             "that only the planned run has is not included."
         )
-    if results.get("device") != "cuda":
+    gpu = lookup(results, "hardware.gpu")
+    if not gpu:
         warnings.append("The rate is that of CPU processes, not of GPUs.")
-    gpu, ranks = lookup(results, "hardware.gpu"), results.get("world_size")
     device = shown(gpu or "CPU process")
-    basis = f"on {shown(ranks)} x {device}"
+    basis = f"on {results['world_size']} x {device}"
     cpu = "" if gpu else f" ({shown(lookup(results, 'hardware.cpu'))})"
-    details = f"{basis}{cpu}, {shown(results.get('steps'))} steps, {place}"
+    details = f"{basis}{cpu}, {results['steps']} steps, {place}"
     rate, share = results["tokens_per_second_per_gpu"], share_of_tokens(results)
     return Rate(rate, "measured", basis, details, device, warnings, share)
 
@@ -231,43 +199,28 @@ def share_of_tokens(results: dict[str, Any]) -> float:
 
 
 def differences(results: dict[str, Any], planned: dict[str, Any]) -> str:
-    """Return the keys of results.json that differ from the plan, with both values.
-
-    Keys that an older version did not write are not compared.
-    """
+    """Return the keys of results.json that differ from the plan, with both values."""
     return ", ".join(
-        f"{key} ({shown(results[key])}, planned: {value})"
+        f"{key} ({shown(results.get(key))}, planned: {value})"
         for key, value in planned.items()
-        if key in results and results[key] != value
+        if results.get(key) != value
     )
 
 
 def read_run(flag: str, path: str) -> tuple[str, dict[str, Any]]:
     """Return the flag with the path, for messages, and the results.json of a completed run.
 
-    Args:
-        path: the file, or the output folder of the run.
     Raises:
         UserError: the file is missing or damaged, or the run did not complete or did not train.
     """
     file = str(Path(path) / "results.json" if Path(path).is_dir() else path)
     results, place = read_json(flag, file), f"{flag} {shown(file)}"
-    status, reason = results.get("status"), results.get("reason")
-    if status != "completed":
-        why = f"{shown(status)} ({shown(reason)})" if reason else shown(status)
+    if results.get("status") != "completed":
+        why = f"{shown(results.get('status'))} ({shown(results.get('reason'))})"
         raise UserError(f"{place}: the run's status is {why}: name a completed run.")
-    number(place, results, "tokens_per_second_per_gpu")
+    if not results["tokens_per_second_per_gpu"]:
+        raise UserError(f"{place}: the run trained no step: name a run that trained.")
     return place, results
-
-
-def number(place: str, results: dict[str, Any], key: str) -> float:
-    """Return the number above 0 at a dotted key of results.json, or raise a UserError."""
-    value = lookup(results, key)
-    if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise UserError(
-            f"{place}: {key} is {shown(value)} and not a number above 0: name a run that trained."
-        )
-    return value
 
 
 def measure(flags: list[str], work: Workload) -> tuple[str, dict[str, Any]]:
@@ -333,10 +286,9 @@ class Budget(NamedTuple):
 
 
 def young_daly(save: float, mtbf: float) -> float:
-    """Return the time between two saves that loses the least: sqrt(2 · save · MTBF).
+    """Return the time between two saves that loses the least (Young 1974, Daly 2006).
 
-    Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006: for saves longer than twice the mean time
-    between failures of the job (MTBF), the interval is the MTBF.
+    For saves longer than twice the mean time between failures of the job it is that time (MTBF).
     """
     return math.sqrt(2 * save * mtbf) if save < 2 * mtbf else mtbf
 
@@ -367,11 +319,24 @@ def budget_of(times: Times, limit: float, lead: float | None, mtbf: float) -> Bu
     return Budget(jobs, interval, saves, limit - kept)
 
 
-def times_of(args: Options, measured: tuple[str, dict[str, Any]] | None) -> Times:
+def times_of(args: Options, results: dict[str, Any] | None) -> Times:
     """Return the durations that the flags give, or else those of the run of --results."""
     if bool(args.hours) == bool(args.max_steps):
         raise UserError("The budget of a run needs its length: either --hours or --max_steps.")
-    found = _measured_times(*measured, args.results) if measured else {}
+    found: dict[str, Any] = {}
+    if results:
+        path = Path(args.results)
+        file = (path if path.is_dir() else path.parent) / "metrics.jsonl"
+        records = read_metrics(file)[0] if file.is_file() else []
+        steps = [record["seconds"] for record in records if "loss" in record]
+        steps = steps[results["warmup_steps_excluded"] :] or [results["step_seconds"]["p90"]]
+        found = {
+            "step": mean(steps),
+            "longest_step": max(steps),
+            "startup": results["seconds_to_first_step"],
+            "steps_to_stop": STEPS_TO_STOP[results["device"]],
+        }
+        found |= {"save": max(saves)} if (saves := results["checkpoint_seconds"]) else {}
     step = args.step_seconds
     given = {"save": args.save_seconds, "step": step, "longest_step": step}
     found |= {name: value for name, value in given.items() if value}
@@ -385,48 +350,27 @@ def times_of(args: Options, measured: tuple[str, dict[str, Any]] | None) -> Time
     return Times(3600 * args.hours if args.hours else args.max_steps * found["step"], **found)
 
 
-def _measured_times(place: str, results: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the fields of `Times` that a run measured, also in its metrics.jsonl."""
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "metrics.jsonl"
-    records: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError, json.JSONDecodeError):  # the last line may be incomplete
-        records += map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    steps = [number(place, record, "seconds") for record in records if "loss" in record]
-    steps = steps[results.get("warmup_steps_excluded") or 0 :]
-    median, p90 = (number(place, results, f"step_seconds.{key}") for key in ("median", "p90"))
-    found = {
-        "step": mean(steps) if steps else median,
-        "longest_step": max(steps, default=p90),
-        "startup": number(place, results, "seconds_to_first_step"),
-        "steps_to_stop": STEPS_TO_STOP["cpu" if results.get("device") == "cpu" else "cuda"],
-    }
-    key = "checkpoint_seconds"
-    if isinstance(saves := results.get(key), list) and saves:
-        found["save"] = max(number(place, {key: save}, key) for save in saves)
-    return found
-
-
 def slurm_budget(args: Options) -> str:
     """Return the Slurm budget as text; "" if no flag asks for it."""
     if not any(getattr(args, flag) for flag in BUDGET_FLAGS):
         return ""
     ranks = args.num_nodes * (args.num_gpus_per_node or 1)
     measured = read_run("--results", args.results) if args.results else None
-    times = times_of(args, measured)
+    times = times_of(args, measured[1] if measured else None)
     lead = (args.signal_seconds or SIGNAL_SECONDS) if args.requeue else None
     per_gpu = args.mtbf or MTBF_HOURS
     plan = budget_of(times, seconds_of(args.time_limit), lead, 3600 * per_gpu / ranks)
     rate = "given" if args.mtbf else "assumed, from Llama 3, arXiv 2407.21783"
     failures = f"{per_gpu:,g} h for a GPU ({rate}), {ranks} of them"
+    failures += "" if args.requeue else "; the limit counts as a failure"
     startup = human_time(times.startup) + ("" if args.results else ", assumed")
     end = "the time from the signal" if args.requeue else "the steps after the last save"
     formula = "√(2 · save · MTBF): Young, Daly"
     if args.requeue and not plan.saves:
         formula += "; longer than a job, so the save at the signal is enough"
-    training = f"{human_time(times.train)} of training in jobs of {args.time_limit}"
     lost = f"start-up ({startup}), {plan.saves:,} saves, and {end}"
     source = f"measured: {measured[0]}" if measured and not args.save_seconds else "given"
-    failures += "" if args.requeue else "; the limit counts as a failure"
+    training = f"{human_time(times.train)} of training in jobs of {args.time_limit}"
     rows = [
         ("jobs", f"{plan.jobs:,}", training),
         ("lost in a full job", human_time(plan.lost), lost),
@@ -486,10 +430,9 @@ class Network:
     def measured(
         cls, ranks: int, latency: float, bandwidth: Mapping[int, Sequence[float]]
     ) -> Network:
-        """Return the network that --check has measured.
+        """Return the network that --check has measured on a number of ranks.
 
         Args:
-            ranks: of that --check.
             latency: seconds of a small all-reduce.
             bandwidth: for a message's bytes the rates of COLLECTIVES, in bytes that a rank sends
                 per second if the collective is a ring.
@@ -503,13 +446,7 @@ class Network:
         return cls(transfer, latency / (2 * (ranks - 1)))
 
     def seconds(self, kind: str, ranks: int, calls: float, sent: float) -> float:
-        """Return the time of collectives of one kind.
-
-        Args:
-            kind: such as "all_reduce".
-            calls: their number.
-            sent: the bytes that a rank sends in them, in units of (N - 1) / N.
-        """
+        """Return the time of collectives of one kind, in which a rank sends (N - 1) / N `sent`."""
         latency = calls * 2 * (ranks - 1) * self.hop_seconds
         transfers = calls * TIMES_SENT.get(kind, 1)
         if not sent:  # a barrier
@@ -525,7 +462,8 @@ class Network:
         return latency + transfers * each * max(1, message / next_size) * (ranks - 1) / ranks
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """What an optimizer step consists of."""
 
     micro_batch_seconds: float  # data, forward and backward of a micro-batch on one rank
@@ -544,19 +482,14 @@ class Step(NamedTuple):
 
 
 def read_step(alone: Path, together: Path) -> Step:
-    """Read a step from the results of two runs.
-
-    Args:
-        alone: the folder of a run on one rank, which shows the time of the computation.
-        together: of the same run on several ranks on any network, which shows the collectives.
+    """Read a step from a run on one rank, which shows the time of the computation, and from the
+    same run on several ranks on any network, which shows the collectives.
     """
     one, several = (read_run("The folder", str(folder))[1] for folder in (alone, together))
     if different := [key for key in SAME_WORK if one.get(key) != several.get(key)]:
         raise UserError(f"{alone} and {together} differ in {different[0]}: repeat one of them.")
     if one["world_size"] != 1 or several["world_size"] == 1:
         raise UserError("Name a run on one rank first, and then one on several ranks.")
-    if not (one.get("step_phases_seconds") and several.get("step_phases_seconds")):
-        raise UserError(f"{alone} or {together} has no measured steps: train 10 steps or more.")
     phases, micro_batches = one["step_phases_seconds"], one["gradient_accumulation_steps"]
     computing = phases["data"] + phases["forward"] + phases["backward"]
     strategy, collectives = STRATEGIES[several["strategy"]], []

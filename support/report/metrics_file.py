@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.files.atomic import only_finite, open_regular, set_aside, write_text
 
-if TYPE_CHECKING:  # `compare_report.py --help` must be fast, and the console imports tqdm
+if TYPE_CHECKING:  # `compare_runs.py --help` must be fast, and the console imports tqdm
     from support.console import Console
 
 
@@ -26,11 +25,11 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     records, unreadable = [], []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            record = None
-        is_record = isinstance(record, dict) and record.keys() & {"loss", "eval_loss"}
-        if is_record and type(record.get("step")) is int:
+            record = json.loads(line)
+            is_record = record.keys() & {"loss", "eval_loss"} and type(record["step"]) is int
+        except (ValueError, AttributeError, KeyError, RecursionError):
+            is_record = False
+        if is_record:
             records.append(record)
         elif number < len(lines):
             unreadable.append(number)
@@ -53,20 +52,11 @@ class MetricsFile:
 
         A damaged file is renamed, and its readable lines are kept.
         """
-        records: list[dict] = []
-        damage = ""
-        if os.path.lexists(self.path):
-            try:
-                records, unreadable = read_metrics(self.path)
-            except OSError as error:
-                damage = str(error.strerror)
-            else:
-                more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
-                damage = f"line {unreadable[0]}{more}" if unreadable else ""
-        if damage:
+        records, unreadable = read_metrics(self.path) if self.path.is_file() else ([], [])
+        if unreadable:
             new_path = set_aside(self.path, f"{self.path.name}.damaged")
             self._console.warn(
-                f"{self.path} is damaged ({damage}): what cannot be read is left out, "
+                f"{self.path} is damaged (line {unreadable[0]}): what cannot be read is left out, "
                 f"and the file as it was is {new_path.name}."
             )
         # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
@@ -87,6 +77,7 @@ class MetricsFile:
             with open(self.path, "ab", buffering=0) as file:
                 while self._unwritten:  # a nearly full disk may take a part of a line
                     self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            self._warned = False
         except OSError as error:
             if not self._warned:
                 self._console.warn(
@@ -94,5 +85,3 @@ class MetricsFile:
                     "the missing lines are written as soon as there is space."
                 )
             self._warned = True
-        else:
-            self._warned = False

@@ -1,4 +1,4 @@
-"""Measures every optimizer step and logs it: to metrics.jsonl, the console and the trackers."""
+"""Logs every optimizer step: to metrics.jsonl, the console and the trackers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
 from support.errors import explain
-from support.memory.measure import MemoryByPhase, StepMemory
-from support.model.resolve import ModelSpec
 from support.report.metrics_file import MetricsFile
 from support.report.profiling import Trace
-from support.report.step_meter import EARLY_MEASURED_STEP, StepMeter
+from support.report.step_meter import StepMeter
 from support.report.trackers import start_trackers
 from support.strategies import gradients
-from support.train_state import TrainingObjects, TrainState
+from support.train_state import TrainState
 from support.units import human_bytes, perplexity_of
-from support.unwrap import unwrapped
 
 
 class MetricsLogger:
@@ -33,6 +30,7 @@ class MetricsLogger:
     It starts the profiler and the trackers of the flags.
 
     Attributes:
+        mark, after_backward: of the meter, for the training loops.
         losses: loss of each step since this process started, up to date after `flush`.
     """
 
@@ -40,11 +38,11 @@ class MetricsLogger:
         self, args: Arguments, ctx: DistContext, folder: Path, state: TrainState, meter: StepMeter
     ):
         self._args, self._ctx, self._state, self.meter = args, ctx, state, meter
+        self.mark, self.after_backward = meter.mark, meter.after_backward
         self.file = MetricsFile(folder / "metrics.jsonl", ctx.console)
         self.trackers = start_trackers(args, ctx, folder, state.step)
         self.trace = Trace(args.profile, ctx) if args.profile else None
         self.losses: list[float] = []
-        self.first_step_at: float | None = None  # seconds since 1970
         self._samples: list[int] = []  # of each step, over all ranks
         self._samples_before = state.samples
         self._tokens: list[int] = []
@@ -67,14 +65,6 @@ class MetricsLogger:
         self._batches = self._batch + min(remaining, state.total_steps - state.step)
         self._bar = self._ctx.console.bar(f"Epoch {self._epoch}", self._batches, done=self._batch)
         self.meter.pause()
-
-    def mark(self, phase: str) -> None:
-        """Assign the time and the memory since the last mark to a phase; see `StepMeter.mark`."""
-        self.meter.mark(phase)
-
-    def after_backward(self) -> None:
-        """Call it after the backward pass of the step's last micro-batch."""
-        self.meter.after_backward()
 
     def end_step(
         self, loss: torch.Tensor, lr: float, grad_norm: torch.Tensor | float | None, tokens
@@ -105,19 +95,30 @@ class MetricsLogger:
         # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
         if is_logged or self._ctx.device.type == "cpu":
             self.flush()
-        if self._ctx.simulated:
-            step, total = state.step, state.total_steps
-            self._ctx.console.print0(f"Step {step}/{total} of the memory simulation")
-        elif is_logged:
+        if is_logged or self._ctx.simulated:
             self._log_line(batch, lr)
         if is_logged and (not self._bar.disable or self.trackers.active):
-            self._log_device_memory()
-        self._advance_bar(lr, is_last)
+            # The allocator needs time to read the device's memory.
+            allocated = self.meter.memory_by_phase.device_bytes()["allocated"] or 0
+            self._device_memory = human_bytes(allocated)
+            if self.trackers.active:
+                self.trackers.memory(state.step, self._ctx.all_gather(allocated))
+                self.meter.traffic.discard()  # the bytes of this gather
+        if not self._bar.disable and self.losses and self._rate:
+            speed = f"{self._rate:,.0f} tok/s, {self._device_memory}"
+            text = f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {speed}"
+            self._bar.set_postfix_str(text, refresh=False)  # appears with the next refresh
+        self._bar.update()
+        if is_last:
+            self._bar.close()
         self.meter.mark("data")  # logging is part of training: it delays the next step's data
 
     def _log_line(self, batch: int, lr: float) -> None:
         """Print one step, after the last step of an epoch also the epoch's mean loss."""
         state, print0 = self._state, self._ctx.console.print0
+        if self._ctx.simulated:
+            print0(f"Step {state.step}/{state.total_steps} of the memory simulation")
+            return
         print0(
             f"Epoch {self._epoch} | Batch {batch}/{self._batches} | "
             f"Loss: {self.losses[-1]:.4f} | LR: {lr:.2e}"
@@ -128,23 +129,6 @@ class MetricsLogger:
             steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
             epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
             print0(f"Epoch {self._epoch}/{epochs} | Average Loss: {mean:.4f}")
-
-    def _log_device_memory(self) -> None:
-        """Read the device's memory where a line is logged; the allocator needs time for it."""
-        allocated = self.meter.memory_by_phase.device_bytes()["allocated"] or 0
-        self._device_memory = human_bytes(allocated)
-        if self.trackers.active:
-            self.trackers.memory(self._state.step, self._ctx.all_gather(allocated))
-            self.meter.traffic.discard()  # the bytes of this gather
-
-    def _advance_bar(self, lr: float, is_last: bool) -> None:
-        if not self._bar.disable and self.losses and self._rate:
-            speed = f"{self._rate:,.0f} tok/s, {self._device_memory}"
-            text = f"loss {self.losses[-1]:.3f}, lr {lr:.1e}, {speed}"
-            self._bar.set_postfix_str(text, refresh=False)  # appears with the next refresh
-        self._bar.update()
-        if is_last:
-            self._bar.close()
 
     @contextlib.contextmanager
     def outside_steps(self) -> Iterator[None]:
@@ -157,8 +141,6 @@ class MetricsLogger:
         """Copy the numbers of the steps so far to the host, and write them; waits for the GPU."""
         meter = self.meter
         meter.read()
-        if self.first_step_at is None and meter.steps:
-            self.first_step_at = meter.end_of_first_step()
         pending, self._pending = self._pending, []
         for record in pending:
             seconds = sum(meter.steps[record["step"] - 1 - meter.first_step].values())
@@ -167,20 +149,17 @@ class MetricsLogger:
                 continue
             tokens = int(record.pop("tokens"))
             loss = record["loss"] = float(record["loss"])
-            if record["grad_norm"] is not None:
-                record["grad_norm"] = float(record["grad_norm"])
-            if not (math.isfinite(loss) and self._is_usable(record["grad_norm"])):
+            norm = record["grad_norm"]
+            norm = record["grad_norm"] = None if norm is None else float(norm)
+            # In fp16 an overflow skips the update. DeepSpeed's norm is -1 for such gradients.
+            usable = norm is None or 0 <= norm < math.inf or self._ctx.precision == "fp16"
+            if not (math.isfinite(loss) and usable):
                 raise gradients.not_finite(loss, record["step"])
             self.losses.append(loss)
             self._tokens.append(tokens)
             self._state.add_measurement(loss, tokens, seconds)
             self._rate = tokens / seconds if seconds else None
             self._write({**record, "tokens_per_second": self._rate, "seconds": seconds})
-
-    def _is_usable(self, grad_norm: float | None) -> bool:
-        """Whether a gradient norm is finite or unknown; in fp16 an overflow skips the update."""
-        # DeepSpeed reports -1 as the norm of gradients that are not finite.
-        return grad_norm is None or 0 <= grad_norm < math.inf or self._ctx.precision == "fp16"
 
     def start_evaluation(self) -> None:
         """Write the steps so far: wandb drops a step that is logged after a later one.
@@ -212,62 +191,23 @@ class MetricsLogger:
 
     def speed(self) -> dict:
         """Return this rank's throughput and step times; see `StepMeter.speed`."""
-        return self.meter.speed([] if self._ctx.simulated else self._samples, self._tokens)
+        return self.meter.speed(self._samples, self._tokens)
 
     def close(self, sample: str | None = None) -> None:
-        """Finish the trace, the curves and metrics.jsonl.
-
-        Args:
-            sample: the text of --generate, for the trackers.
-        """
+        """Finish the trace, the curves (with the text of --generate) and metrics.jsonl."""
         self._bar.close()
         if self._ctx.is_main:
             self.file.flush()
         if self.trace:
             with errors_as_notices(self._ctx):
                 self.trace.stop()
-        if sample:
-            self.trackers.sample(self._state.step, sample)
-        self.trackers.close()
+        self.trackers.close(self._state.step, sample)
 
 
 @contextlib.contextmanager
 def errors_as_notices(ctx: DistContext) -> Iterator[None]:
-    """Print an error of a file for other tools as a notice: training itself has completed."""
+    """Print the error of a disk or of torch's recorder as a notice: training has completed."""
     try:
         yield
-    except Exception as error:
+    except (OSError, RuntimeError) as error:
         ctx.console.warn(str(explain(error)))
-
-
-def create_meter(
-    args: Arguments,
-    ctx: DistContext,
-    objects: TrainingObjects,
-    spec: ModelSpec,
-    memory_by_phase: MemoryByPhase,
-    state: TrainState,
-) -> StepMeter:
-    """Return the meter of this rank's steps.
-
-    The memory of the last step is measured; with early stopping, where the last step is not known
-    in advance, that of an early one.
-
-    Args:
-        args: --profile_memory, --batch_size, --seq_length.
-        objects: the model and the optimizer as wrapped by the strategy.
-    """
-    module = unwrapped(objects.model)
-    # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
-    all_logits = 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
-
-    def kept_by_loss() -> int:
-        return module.get_output_embeddings().kept_bytes if spec.chunked_loss else all_logits
-
-    detailed = args.profile_memory or ctx.simulated
-    peak = memory_by_phase.peak
-    step_memory = StepMemory(module, objects.optimizer, peak, detailed, kept_by_loss)
-    ctx.failures.memory_facts.append(step_memory.describe)
-    last = state.total_steps
-    measured_step = min(last, state.step + EARLY_MEASURED_STEP) if state.patience else last
-    return StepMeter(memory_by_phase, step_memory, ctx.hang.traffic, state.step, measured_step)

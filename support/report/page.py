@@ -16,7 +16,7 @@ from support.checkpoints.format import list_checkpoints
 from support.errors import UserError
 from support.redaction import redact
 from support.report import comparison_text, plots
-from support.report.compare import lookup, read_comparison, read_json, read_json_lines
+from support.report.compare import lookup, read_comparison, read_folder
 from support.units import MB, human_bytes, human_rate
 
 # Label, key of results.json, and format of the numbers at the top of a run's page.
@@ -35,6 +35,7 @@ CURVES = {
     "Norm of the gradient before clipping": {"": "grad_norm"},
     "Tokens per second": {"": "tokens_per_second"},
 }
+MOST_RANKS = 16  # whose memory is drawn
 
 
 def page_of(folder: Path) -> str:
@@ -43,25 +44,8 @@ def page_of(folder: Path) -> str:
     Raises:
         UserError: the folder holds no run.
     """
-    if any((folder / name).exists() for name in ("results.json", "metrics.jsonl")):
-        return _render(**_run(folder))
-    comparison = read_comparison(folder)
-    if not any(row.runs for row in comparison.rows):
-        known = "an output folder with results.json, or a comparison, comparison_runs/NAME"
-        raise UserError(f"{folder} holds no run: name {known}.")
-    charts = plots.charts_of(comparison).items()
-    commands = "\n".join(comparison_text.commands_of(comparison))
-    sections = {
-        "Results": {"tables": comparison_text.tables_of(comparison, wide=True)},
-        "Conclusions": {"lines": comparison_text.sentences_of(comparison)},
-        "Charts": {"charts": {caption: _svg(draw, (4.8, 3.6)) for caption, draw in charts}},
-        "Origin": {"lines": comparison_text.provenance(comparison), "text": commands},
-    }
-    title = comparison_text.title(comparison)
-    return _render(title=comparison.name, subtitle=title, sections=sections)
-
-
-def _render(**values: Any) -> str:
+    is_run = any((folder / name).exists() for name in ("results.json", "metrics.jsonl"))
+    values = (_run if is_run else _comparison)(folder)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, finalize=_clean)
     return environment.get_template("page.html").render(**values)
@@ -75,28 +59,53 @@ def _clean(value: Any) -> Any:
     return redact("—" if value is None else str(value)).encode("utf-8", "replace").decode()
 
 
-def _svg(draw: plots.Chart, size: tuple[float, float] = (4.6, 2.7)) -> Markup:
-    return Markup(plots.svg_of(draw, size))
+def _svg(chart: plots.Chart, size: tuple[float, float] = (4.6, 2.7)) -> Markup:
+    return Markup(plots.svg_of(chart, size))
+
+
+def _comparison(folder: Path) -> dict[str, Any]:
+    """Return the values of the template for a comparison."""
+    comparison = read_comparison(folder)
+    if not any(row.runs for row in comparison.rows):
+        known = "an output folder with results.json, or a comparison, comparison_runs/NAME"
+        raise UserError(f"{folder} holds no run: name {known}.")
+    charts = plots.charts_of(comparison).items()
+    commands = "\n".join(comparison_text.commands_of(comparison))
+    sections = {
+        "Results": {"tables": comparison_text.tables_of(comparison, wide=True)},
+        "Conclusions": {"lines": comparison_text.sentences_of(comparison)},
+        "Charts": {"charts": {caption: _svg(chart, (4.8, 3.6)) for caption, chart in charts}},
+        "Origin": {"lines": comparison_text.provenance(comparison), "text": commands},
+    }
+    subtitle = comparison_text.title(comparison)
+    return {"title": comparison.name, "subtitle": subtitle, "sections": sections}
 
 
 def _run(folder: Path) -> dict[str, Any]:
     """Return the values of the template for a run; what its files lack is left out."""
-    results, records = read_json(folder / "results.json"), read_json_lines(folder / "metrics.jsonl")
-    status, problem, curves = results.get("status"), results.get("reason"), _curves(records)
-    collectives = results.get("communication_per_step") or {}
-    rows = [
-        [k, human_rate(v["calls"]), human_bytes(v["sent_bytes"])] for k, v in collectives.items()
-    ]
+    run = read_folder(folder)
+    results, status, problem = run.results, run.results.get("status"), run.results.get("reason")
     if not results or status == "running":
         killed = "It has not ended, or it was killed."
         problem = killed if results else "results.json is missing or damaged."
+    curves = {}
+    for caption, keys in CURVES.items():
+        lines = {
+            label: [(r["step"], r[key]) for r in run.records if r.get(key) is not None]
+            for label, key in keys.items()
+        }
+        if any(lines.values()):
+            curves[caption] = _svg(partial(plots.draw_lines, lines=lines))
+    collectives = [
+        [name, human_rate(entry["calls"]), human_bytes(entry["sent_bytes"])]
+        for name, entry in (results.get("communication_per_step") or {}).items()
+    ]
+    headers = ["collective", "calls", "sent bytes"]
     sections: dict[str, dict[str, Any]] = {
         "Results": {"facts": _facts(results)},
         "Curves": {"charts": curves, "lines": [] if curves else ["metrics.jsonl has no step."]},
         "Memory and time of a step": {"charts": _charts_of_step(results)},
-        "Communication": {
-            "tables": [(rows, ["collective", "calls", "sent bytes"])] if rows else []
-        },
+        "Communication": {"tables": [(collectives, headers)] if collectives else []},
         "Checkpoints": {"lines": [path.name for path in list_checkpoints(folder / "checkpoints")]},
         "The trained model": _table(results, "export", "push"),
         "Generated text": {"text": results.get("sample")},
@@ -119,26 +128,14 @@ def _facts(results: dict) -> dict[str, str]:
     return {label: form.format(value) for label, value, form in values if value is not None}
 
 
-def _curves(records: list[dict]) -> dict[str, Markup]:
-    charts = {}
-    for caption, keys in CURVES.items():
-        lines = {}
-        for label, key in keys.items():
-            points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-            lines[label] = ([step for step, _ in points], [value for _, value in points])
-        if any(steps for steps, _ in lines.values()):
-            charts[caption] = _svg(partial(plots.draw_lines, lines=lines))
-    return charts
-
-
 def _charts_of_step(results: dict) -> dict[str, Markup]:
     charts, memory = {}, results.get("memory") or {}
     if phases := memory.get("phases_bytes"):
         kind = "device_peak" if results.get("device") == "cuda" else "host_peak"
         sizes = [max((size or 0) / MB for size in phase[kind]) for phase in phases.values()]
         charts["Highest memory up to each phase (MB)"] = _bars([*phases], {"": sizes})
-    ranks = [rank for rank in memory.get("categories_bytes_by_rank") or () if rank]
-    if ranks := ranks[: plots.MOST_RANKS]:
+    ranks = [rank for rank in memory.get("categories_bytes_by_rank") or () if rank][:MOST_RANKS]
+    if ranks:
         used = [kind for kind in ranks[0] if any(rank[kind] for rank in ranks)]
         parts = {_clean(kind): [(rank[kind] or 0) / MB for rank in ranks] for kind in used}
         names = [f"rank {number}" for number in range(len(ranks))]

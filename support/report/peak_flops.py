@@ -8,8 +8,7 @@ For a device that is not in the table no MFU is reported: a wrong MFU is worse t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from support.errors import UserError
 from support.files.user_files import shown
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The peak arithmetic rates of one GPU model."""
 
     # Regular expression for the whole name that torch.cuda.get_device_name() reports, without
@@ -86,31 +84,23 @@ PEAKS = (
 
 
 def find(name: str) -> Peak | None:
-    """Return the table's entry for a device name.
+    """Return the entry of a device by the name that torch.cuda.get_device_name() reports.
 
-    Args:
-        name: as torch.cuda.get_device_name() reports it.
-    Returns:
-        None for an unknown device, and for a MIG slice, which is only a part of a GPU.
+    None for an unknown device, and for a MIG slice, which is only a part of a GPU.
     """
     name = re.sub("^(NVIDIA|Tesla|AMD) ", "", name.strip()).replace("-", " ")
     return next((peak for peak in PEAKS if re.fullmatch(peak.name, name, re.IGNORECASE)), None)
 
 
 def find_by_short_name(name: str) -> Peak:
-    """Return the entry of a device as a user writes it: "A100", "rtx 4090"."""
+    """Return the entry of a device as a user writes it: "A100", "A100 80GB", "rtx 4090"."""
     words = name.strip().replace("-", " ")
-    # The memory does not change the peak: "A100 80GB".
-    without_memory = re.sub(r" *\b\d+ ?GB\b", "", words, flags=re.IGNORECASE)
     for series in ("", "GeForce ", "Instinct "):
         if peak := find(series + words):
             return peak
+    word = re.sub(r" *\b\d+ ?GB\b", "", words, flags=re.IGNORECASE).lower()
     # "RTX 6000" may be a Quadro or an Ada.
-    matches = [
-        peak
-        for peak in PEAKS
-        if without_memory.lower() in peak.title.lower() or peak is find(f"Quadro {words}")
-    ]
+    matches = [p for p in PEAKS if word in p.title.lower() or p is find(f"Quadro {words}")]
     if len(matches) != 1:
         problem = "is the name of several devices" if matches else "is not a known device"
         known = ", ".join(peak.title for peak in matches or PEAKS)
@@ -124,26 +114,15 @@ def flops_per_token(
     """Return the floating-point operations per token of the forward and backward passes.
 
     The formula is 6N + 12·L·H·T (PaLM, arXiv 2204.02311, appendix B) with N the parameters that
-    take part in matrix multiplications, L the transformer blocks, H the hidden size and T the
-    tokens of a sequence. Of the 6 operations per parameter, 2 are the forward pass, 2 the gradient
-    of its input, and 2 its own gradient, which a frozen parameter does not have.
-
-    Args:
-        matmul, trained_matmul: N, and the number of those that are trained.
-        layers, hidden, seq_length: L, H and T.
+    take part in matrix multiplications (`matmul`). Of the 6 operations per parameter, 2 are its
+    own gradient, which a frozen parameter does not have (`trained_matmul` counts the others).
     """
     return 4 * matmul + 2 * trained_matmul + 12 * layers * hidden * seq_length
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the device's peak FLOP/s for matrix multiplications; None if it is not known.
-
-    In fp32 PyTorch multiplies in TF32 if the device has it and torch.set_float32_matmul_precision
-    allows it.
-    """
+    """Return the device's peak FLOP/s for matrix multiplications; None if it is not known."""
     import torch
 
     peak = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if peak is None:
-        return None
-    return peak.flops(precision, tf32=torch.get_float32_matmul_precision() != "highest")
+    return peak and peak.flops(precision, tf32=torch.get_float32_matmul_precision() != "highest")

@@ -1,26 +1,26 @@
-"""results.json: its facts at the start of a run, and the file of an earlier run."""
+"""The output folder of a run with its lock, and the start of its results.json."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
 import psutil
 import torch
 
+from support.checkpoints.format import list_checkpoints
 from support.cli.arguments import Arguments, global_batch
 from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
 from support.cluster.devices import cpu_fact
 from support.cluster.tuning import available_cores
-from support.files.atomic import read_json
+from support.errors import UserError
+from support.files import folders
+from support.files.atomic import lock
 from support.redaction import redact, redact_value
 from support.versions import code_digest, versions
 
@@ -70,47 +70,59 @@ def hardware(device: torch.device) -> dict:
     }
 
 
-def progress(counters: dict) -> dict:
-    """Return the counters of a run under the keys of results.json."""
-    return {
-        "steps": counters["step"],
-        "samples": counters["samples"],
-        "tokens": counters["tokens"],
-        "training_seconds": counters["training_seconds"],
-        "train_loss_first": counters["first_loss"],
-        "train_loss_last": counters["last_loss"],
-    }
+def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
+    """Create the output folder, named by --output_dir or by rank 0, and lock it.
+
+    Raises:
+        UserError: the folder cannot be created, is in use by another run, has checkpoints that no
+            flag allows to replace, or is not on a disk that all nodes share although the run writes
+            checkpoints or the export.
+    """
+    started = time.strftime("%Y%m%d-%H%M%S")
+    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
+    if ctx.is_main:
+        while not args.output_dir and Path(name).exists():  # two runs started in the same second
+            name += "x"
+        folders.create("--output_dir", Path(name))
+        ctx.lock = lock_folder(Path(name))
+        may_hold_a_run = args.overwrite or args.resume is not None
+        if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
+            raise UserError(
+                f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
+                "--overwrite replaces it; or name another folder."
+            )
+    folder = Path(ctx.broadcast_from_rank0(name))
+    if ctx.nodes > 1 and not (args.no_save and args.no_export):
+        check_all_see(folder, ctx, args)
+    return folder
 
 
-def read_results(path: Path) -> tuple[dict | None, str]:
-    """Read an earlier run's results.json.
+def check_all_see(folder: Path, ctx: DistContext, args: Arguments) -> None:
+    """Check that every rank sees the output folder, because each writes its part of a checkpoint.
+
+    All ranks call it at the start, so that the run does not fail hours later at its first save.
+    """
+    deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
+    while not (folder / ".lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts = ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
+    if hosts_without_folder := sorted({*hosts} - {""}):
+        missing = [f"--{flag}" for flag in ("no_save", "no_export") if not getattr(args, flag)]
+        raise UserError(
+            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
+            f"with rank 0: name one that all nodes see, or add {' '.join(missing)}."
+        )
+
+
+def lock_folder(folder: Path):
+    """Lock an output folder against other runs until this process ends.
 
     Returns:
-        (results, ""); (None, "") if there is no file; (None, reason) if it cannot be read, or is
-        not valid.
+        The open file that holds the lock; None on a file system without locks.
     """
-    if not os.path.lexists(path):
-        return None, ""
     try:
-        results = read_json(path)
-    except OSError as error:
-        return None, error.strerror or str(error)
-    except ValueError as error:
-        return None, str(error)
-    if not isinstance(results, dict) or not isinstance(results.get("status"), str):
-        return None, "it has no status"
-    if results["status"] == "completed" and type(results.get("steps")) is not int:
-        return None, "it has no number of steps"
-    return results, ""
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, so that one process writes at a time, if the disk supports locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        return lock(folder / ".lock")
+    except BlockingIOError:
+        raise UserError(
+            f"--output_dir {folder} is in use by another run: wait for it, or name another folder."
+        ) from None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,16 +21,16 @@ from support.cluster.tuning import keep_freed_memory
 from support.data.batches import total_steps
 from support.data.chat import Prompt, prompt_of
 from support.errors import UserError
-from support.files.atomic import only_finite, overwrite, remove_leftovers, set_aside, write_text
+from support.files import atomic
 from support.memory.fit import ways_to_fit
 from support.memory.measure import MemoryByPhase
 from support.model import export, push
 from support.model.generate import generate
 from support.model.resolve import ModelSpec
-from support.report import console_lines, output_dir, profiling
-from support.report.metrics_log import MetricsLogger, create_meter, errors_as_notices
-from support.report.results import facts_at_start, locked, progress, read_results
-from support.report.summary import summarize
+from support.report import profiling, summary
+from support.report.metrics_log import MetricsLogger, errors_as_notices
+from support.report.results import facts_at_start, new_output_dir
+from support.report.step_meter import create_meter
 from support.train_state import TrainingObjects, TrainState
 from support.units import human_count
 
@@ -36,37 +40,31 @@ class Run:
 
     results.json is written at the start with the status "running", and again at the end. With
     --resume an earlier run's file is kept until this run has loaded its checkpoint.
-
-    Attributes:
-        facts: the content of results.json.
-        before: the earlier run's results.json, on every rank; None if there is none.
-        kept: whether the file is still the earlier run's.
-        target: where the model is exported to.
-        memory: memory after each phase of the run.
-        metrics, manager: set by `start_training`.
     """
 
-    target: export.Target
-    memory: MemoryByPhase
-    metrics: MetricsLogger
+    target: export.Target  # where the model is exported to
+    memory: MemoryByPhase  # after each phase of the run
+    metrics: MetricsLogger  # from `start_training` on, as the manager
     manager: CheckpointManager
     _snapshot: profiling.MemorySnapshot | None = None
 
     def __init__(self, ctx: DistContext, folder: Path, facts: dict):
-        self.ctx, self.folder, self.facts = ctx, folder, facts
-        self.path = folder / "results.json"
-        self.before: dict | None = None
-        self.kept = False
-        self._damage = ""  # why an earlier run's file cannot be read (rank 0)
+        self.ctx, self.folder = ctx, folder
+        self.path, self.facts = folder / "results.json", facts
+        self.before: dict | None = None  # the earlier run's results.json, on every rank
+        self.kept = False  # whether the file is still the earlier run's
 
     @classmethod
     def open(cls, args: Arguments, ctx: DistContext) -> Run:
         """Create and lock the output folder, write results.json, start to record memory."""
-        console_lines.say_setup(ctx)
-        run = cls(ctx, output_dir.new_output_dir(args, ctx), facts_at_start(args, ctx))
+        summary.say_setup(ctx)
+        run = cls(ctx, new_output_dir(args, ctx), facts_at_start(args, ctx))
         if ctx.is_main:
-            run.before, run._damage = read_results(run.path)
-            run.kept = args.resume is not None and (run.before is not None or bool(run._damage))
+            run.before = read_results(run.path)
+            run.kept = args.resume is not None and run.before is not None
+            if run.before is None and os.path.lexists(run.path):
+                aside = atomic.set_aside(run.path, f"{run.path.name}.damaged")
+                ctx.console.warn(f"{run.path} is damaged: ignored, and renamed to {aside.name}.")
             if not run.kept:
                 # Before the other ranks continue: if one fails, the file must be this run's.
                 run._begin()
@@ -95,26 +93,15 @@ class Run:
         self.facts.update(facts)
 
     def _begin(self) -> None:
-        """Write this run's file in place of an earlier run's (rank 0); rename a damaged one."""
+        """Write this run's file in place of an earlier run's (rank 0)."""
         self.kept = False
-        if not self.ctx.is_main:
-            return
-        if self.ctx.lock:
-            remove_leftovers(self.folder)
-        if self._damage:
-            new_path = set_aside(self.path, f"{self.path.name}.damaged")
-            self.ctx.console.warn(
-                f"{self.path} is damaged ({self._damage}): ignored, and renamed to {new_path.name}."
-            )
-            self._damage = ""
+        if self.ctx.is_main and self.ctx.lock:
+            atomic.remove_leftovers(self.folder)
         self._write()
-
-    def _text(self) -> str:
-        return json.dumps(only_finite(self.facts), indent=2) + "\n"
 
     def _write(self) -> None:
         if self.ctx.is_main:
-            write_text(self.path, self._text())
+            write_json(self.path, self.facts)
 
     def fail(self, error: UserError) -> bool:
         """Write why the run failed, unless the file already says how it ended; for any rank.
@@ -127,15 +114,15 @@ class Run:
         if self.kept:
             return True
         with locked(self.folder):
-            recorded, _ = read_results(self.path)
+            recorded = read_results(self.path)
             is_this_run = recorded and recorded.get("started_at") == self.facts["started_at"]
             if recorded and is_this_run and recorded["status"] != "running":
                 return recorded["status"] in ("completed", "preempted")
             self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
             try:
-                write_text(self.path, self._text())
+                write_json(self.path, self.facts)
             except OSError:  # a full disk; a rename needs space for a second file
-                overwrite(self.path, self._text())
+                write_json(self.path, self.facts, atomic.overwrite)
         return True
 
     # ---------------------------------------------------------------------------- before training
@@ -147,43 +134,35 @@ class Run:
         verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
-        print0 = self.ctx.console.print0
-        print0(f"🚀 {verb} {args.model} ({human_count(base)} parameters)")
-        print0(f"📋 Strategy: {args.strategy.upper()}")
-        if spec.own_settings and args.verbose:
-            same = "the same function in one kernel (--no_fused_gelu keeps it)"
-            print0(f"🔧 gelu_new is computed as gelu_pytorch_tanh, {same}")
+        self.ctx.console.print0(
+            f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
+            f"📋 Strategy: {args.strategy.upper()}"
+        )
         if not spec.chunked_loss:
-            print0(
+            self.ctx.console.print0(
                 "🔧 All logits of a batch are computed at once: this model changes them, or has "
                 "adapters on its output layer"
             )
 
     def model_loaded(self, args: Arguments, spec: ModelSpec, dataset: dict, train_data) -> None:
-        """Print and record the sizes of the model and of the data.
-
-        Args:
-            dataset: the dataset's entry in results.json.
-        """
+        """Print and record the sizes of the model and of the data (`dataset`: its entry)."""
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
             self._prompt(args, spec, dataset)
-        print0 = self.ctx.console.print0
-        print0(f"✅ Model loaded: {spec.parameters:,} parameters ({spec.parameters / 1e6:.1f}M)")
-        if spec.lora:
-            trained = f"{spec.trainable:,} of {spec.parameters:,} parameters are trained"
-            print0(f"🔧 LoRA: {trained} ({spec.trainable / spec.parameters:.2%})")
-            if spec.random and not (args.merge_lora or args.no_export):
-                self.ctx.console.warn(
-                    "The frozen weights are random, and the adapters cannot be used without them: "
-                    "--merge_lora exports both."
-                )
         count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
-        if not train_data.num_sequences:
-            count = "validation data only"
-        print0(f"✅ Dataset ready: {count}")
+        print0, whole = self.ctx.console.print0, spec.parameters
+        print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
+        if spec.lora:
+            trained = f"{spec.trainable:,} of {whole:,} parameters are trained"
+            print0(f"🔧 LoRA: {trained} ({spec.trainable / whole:.2%})")
+        if spec.lora and spec.random and not (args.merge_lora or args.no_export):
+            self.ctx.console.warn(
+                "The frozen weights are random, and the adapters cannot be used without them: "
+                "--merge_lora exports both."
+            )
+        print0(f"✅ Dataset ready: {count if train_data.num_sequences else 'validation data only'}")
         self.update(
-            parameters=spec.parameters,
+            parameters=whole,
             trainable_parameters=spec.trainable,
             seq_length=args.seq_length,
             dataset=dataset,
@@ -258,7 +237,7 @@ class Run:
         """
         preempted = self.manager.save_before_stop(state)
         reason = "stopped by a signal; a checkpoint was saved"
-        self.update(status="preempted", reason=reason, **progress(state.counters()))
+        self.update(status="preempted", reason=reason, **summary.progress(state.counters()))
         self._write()
         self.ctx.console.print0(
             f"⏸️  Stopped by a signal after step {state.step} of {state.total_steps}: "
@@ -270,8 +249,6 @@ class Run:
     def finish(self, args: Arguments, state: TrainState, eval_loss: float | None, casting) -> None:
         """Summarize the run, export the model, and print a sample of its text.
 
-        Args:
-            casting: the autocast context in which --generate runs the model.
         Raises:
             TrainingError: the export failed; the message says where the trained weights are.
         """
@@ -283,16 +260,13 @@ class Run:
         if args.load_best_at_end and state.best:
             manager.load_best(state.best["step"], state.step)
         elif args.load_best_at_end:
-            ctx.console.warn(
-                "--load_best_at_end: no evaluation gave a finite loss, so these are the last "
-                "weights."
-            )
+            ctx.console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
         self.update(checkpoint_seconds=manager.seconds)
-        self.update(**summarize(args, ctx, manager.spec, self.metrics, state, eval_loss))
-        console_lines.say_results(ctx, self.facts, args)
+        self.update(**summary.summarize(args, ctx, manager.spec, self.metrics, state, eval_loss))
+        summary.say_results(ctx, self.facts, args)
         self._export(args, manager, state, casting)
         self._close(self.facts.get("sample"))
-        console_lines.say_files(ctx, self.path)
+        summary.say_files(ctx, self.path)
 
     def finish_completed_run(
         self, args: Arguments, manager: CheckpointManager, state: TrainState, casting
@@ -344,3 +318,29 @@ class Run:
         kind = dataset.get("kind")  # None before a stream's first row
         as_chat = kind == "chat" or (args.eval_only and kind != "pair")
         return prompt_of(args.generate or "", spec.tokenizer, as_chat)
+
+
+def write_json(path: Path, facts: dict, write=atomic.write_text) -> None:
+    """Write results.json; NaN and infinity, which JSON does not have, as null."""
+    write(path, json.dumps(atomic.only_finite(facts), indent=2) + "\n")
+
+
+def read_results(path: Path) -> dict | None:
+    """Return the results.json of an earlier run; None if there is none or it is damaged."""
+    try:
+        results = atomic.read_json(path)
+    except (OSError, ValueError):
+        return None
+    return results if isinstance(results, dict) and "status" in results else None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, so that one process writes at a time, if the disk supports locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -9,11 +9,42 @@ from typing import Any
 
 import torch
 
+from support.checkpoints.manager import TrainingObjects
+from support.cli.arguments import Arguments
 from support.cluster.comm_volume import Traffic
+from support.cluster.context import DistContext
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
+from support.model.resolve import ModelSpec
 from support.report import PHASES
+from support.train_state import TrainState
+from support.unwrap import unwrapped
 
 EARLY_MEASURED_STEP = 5  # its memory is measured if early stopping may end the run at any step
+
+
+def create_meter(
+    args: Arguments,
+    ctx: DistContext,
+    objects: TrainingObjects,
+    spec: ModelSpec,
+    memory_by_phase: MemoryByPhase,
+    state: TrainState,
+) -> StepMeter:
+    """Return the meter of this rank's steps, which measures the memory of the last one."""
+    module = unwrapped(objects.model)
+    # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
+    all_logits = 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
+
+    def kept_by_loss() -> int:
+        return module.get_output_embeddings().kept_bytes if spec.chunked_loss else all_logits
+
+    detailed = args.profile_memory or ctx.simulated
+    peak = memory_by_phase.peak
+    step_memory = StepMemory(module, objects.optimizer, peak, detailed, kept_by_loss)
+    ctx.failures.memory_facts.append(step_memory.describe)
+    last = state.total_steps
+    measured_step = min(last, state.step + EARLY_MEASURED_STEP) if state.patience else last
+    return StepMeter(memory_by_phase, step_memory, ctx.hang.traffic, state.step, measured_step)
 
 
 class StepMeter:
@@ -30,6 +61,7 @@ class StepMeter:
 
     Attributes:
         steps: seconds by phase (see PHASES) of each step that has been read.
+        first_step_at: end of the first step, in seconds since 1970; None until it was read.
     """
 
     def __init__(
@@ -44,6 +76,7 @@ class StepMeter:
         self.first_step, self.measured_step = first_step, measured_step
         self.step = first_step  # steps that have ended
         self.steps: list[dict[str, float]] = []
+        self.first_step_at: float | None = None
         self._cuda = memory_by_phase.device.type == "cuda"
         self._marks: list[tuple[str | None, Any]] = []  # phase, and a CUDA event or seconds
         self._now = dict.fromkeys(PHASES, 0.0)  # seconds of the step that has not ended
@@ -59,11 +92,7 @@ class StepMeter:
         self._mark_time(None)
 
     def mark(self, phase: str) -> None:
-        """Assign the time and the memory since the last mark to a phase of the step.
-
-        Args:
-            phase: one of PHASES.
-        """
+        """Assign the time and the memory since the last mark to a phase of the step (PHASES)."""
         self._mark_time(phase)
         name = "optimizer_step" if phase == "update" else phase
         self.memory_by_phase.doing = AFTER[name]
@@ -115,41 +144,32 @@ class StepMeter:
                 self._now = dict.fromkeys(PHASES, 0.0)
                 continue
             if phase is not None and self._last is not None:
-                self._now[phase] += self._seconds_to(moment)
+                last = self._last
+                seconds = last.elapsed_time(moment) / 1000 if self._cuda else moment - last
+                self._now[phase] += seconds
             self._last = moment
         self._marks.clear()
-
-    def _seconds_to(self, moment) -> float:
-        return self._last.elapsed_time(moment) / 1000 if self._cuda else moment - self._last
-
-    def end_of_first_step(self) -> float:
-        """Return the time at which the first step ended, in seconds since 1970."""
-        return time.time() - sum(sum(step.values()) for step in self.steps[1:])
+        if self.first_step_at is None and self.steps:
+            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.steps[1:])
 
     @property
     def warmup_steps(self) -> int:
-        """Number of first steps that averages exclude, at most 5.
-
-        They are slow: compilation, first allocations, DeepSpeed's first pass over the model.
-        """
+        """Number of slow first steps (compilation, first allocations) that averages exclude."""
         return min(5, (self.step - self.first_step) // 4)
 
     def speed(self, samples: list[int], tokens: list[int]) -> dict:
-        """Return throughput and step times, without the warm-up steps.
+        """Return throughput and step times, without the warm-up steps, by keys of results.json.
 
         A step that was slowed down by the measurement of its memory is excluded, if others exist.
 
         Args:
             samples, tokens: numbers of each step in `steps`, over all ranks.
-        Returns:
-            The keys of results.json from warmup_steps_excluded to step_phases_seconds; only
-            warmup_steps_excluded, which is 0, if no step was timed.
         """
-        if not samples or not self.steps:
+        if not tokens:
             return {"warmup_steps_excluded": 0}
         excluded = self.warmup_steps
         slow = self.measured_step - 1 - self.first_step if self.step_memory.slows_down else None
-        all_indices = range(excluded, len(samples))
+        all_indices = range(excluded, len(tokens))
         indices = [index for index in all_indices if index != slow] or [*all_indices]
         steps = [self.steps[index] for index in indices]
         seconds = sorted(sum(step.values()) for step in steps)

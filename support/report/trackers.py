@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from support.cli.arguments import Arguments
 from support.cli.paths import EVENT_FILES
 from support.cluster.context import DistContext
 from support.console import Console
 from support.errors import UserError, explain, first_line
-from support.files.atomic import open_regular, set_aside, write_text
+from support.files.atomic import write_text
 from support.redaction import redact_value
 from support.units import GB
 
@@ -28,125 +29,82 @@ CURVES = {
 }
 
 
-class TensorBoard:
-    """Event files in a folder; a resumed run continues the curves at its checkpoint.
+class Tracker(NamedTuple):
+    """A program that shows curves."""
 
-    Args:
-        arguments: flag -> value, logged as a table.
-    """
+    name: str
+    errors: tuple[type[Exception], ...]  # a full disk, a lost connection
+    curves: Callable[[int, dict[str, float]], object]  # logs one point of each curve at a step
+    text: Callable[[int, str, str], object]  # logs a text under a name at a step
+    close: Callable[[], object]
 
-    def __init__(self, folder: Path, step: int, arguments: dict):
-        from torch.utils.tensorboard import SummaryWriter
 
-        # The steps after the checkpoint are run again. With purge_step TensorBoard hides the points
-        # that earlier event files have of them; of a run that starts at step 0, all points.
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
-        table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
-        self._writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
+def tensorboard(folder: Path, step: int, arguments: dict, ctx: DistContext) -> Tracker:
+    """Write event files into a folder; a resumed run continues the curves at its checkpoint."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def curves(self, step: int, values: dict[str, float]) -> None:
-        """Log one point of each curve."""
+    # The steps after the checkpoint are run again. With purge_step TensorBoard hides the points
+    # that earlier event files have of them; of a run that starts at step 0, all points.
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
+    ctx.failures.flushes.append(writer.flush)
+    table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
+    writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
+
+    def curves(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Log a text under a name."""
-        self._writer.add_text(name, text, step)
+    def text(step: int, name: str, text: str) -> None:
+        writer.add_text(name, text, step)
 
-    def flush(self) -> None:
-        """Write the buffered points to disk; called when a run fails."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write the buffered points and close the event file."""
-        self._writer.close()
+    return Tracker("tensorboard", (OSError,), curves, text, writer.close)
 
 
-class WandB:
-    """A run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
+def wandb(folder: Path, arguments: dict, labels: dict) -> Tracker:
+    """Start a run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
 
-    A resumed run continues the same wandb run.
-
-    Args:
-        arguments: flag -> value, shown as the run's configuration.
-        labels: further arguments of `wandb.init`: name, tags, and project, or None (see
-            `wandb_run_of`).
     Raises:
         UserError: wandb could not start, for example for lack of an account or a network.
     """
+    import wandb
 
-    def __init__(self, folder: Path, step: int, arguments: dict, labels: dict):
-        import wandb
+    errors = (OSError, wandb.Error, ValueError)  # ValueError: a setting in the environment
+    try:
+        settings = wandb.Settings(silent=True, console="off", login_timeout=30)
+        run = wandb.init(
+            **labels, resume="allow", dir=str(folder), config=arguments, settings=settings
+        )
+    except errors as error:
+        raise UserError(
+            f"--report_to wandb: {first_line(error).rstrip('.')}. "
+            "Log in with `wandb login`, or set WANDB_MODE=offline."
+        ) from error
 
-        identifier, labels["project"] = wandb_run_of(folder, step, labels["project"])
-        try:
-            self._run = wandb.init(
-                **labels,
-                id=identifier,
-                resume="allow",
-                dir=str(folder),
-                config=arguments,
-                settings=wandb.Settings(silent=True, console="off", login_timeout=30),
-            )
-        except Exception as error:  # many types, all about the account or the network
-            raise UserError(
-                f"--report_to wandb: {first_line(error).rstrip('.')}. "
-                "Log in with `wandb login`, or set WANDB_MODE=offline."
-            ) from error
+    def text(step: int, name: str, text: str) -> None:
+        run.summary[name] = text
 
-    def curves(self, step: int, values: dict[str, float]) -> None:
-        """Log one point of each curve."""
-        self._run.log(values, step=step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Store a text under a name in the run's summary."""
-        self._run.summary[name] = text
-
-    def flush(self) -> None:
-        """Do nothing: wandb's own process already has all that was logged."""
-
-    def close(self) -> None:
-        """Send or write the remaining data and end the wandb run."""
-        self._run.finish()
+    return Tracker("wandb", errors, lambda step, v: run.log(v, step=step), text, run.finish)
 
 
 def wandb_run_of(folder: Path, step: int, project: str | None) -> tuple[str, str]:
-    """Return the wandb identifier of an output folder's run, eight hexadecimal digits, and project.
+    """Return the wandb identifier and project of an output folder's run, from wandb-run.txt.
 
-    Both are stored in wandb-run.txt, a line each. A new identifier is made for a new run (`step` is
-    0), and if that file is missing or damaged.
-
-    Args:
-        project: --project. Without it a resumed run keeps its project, and a new one gets
-            WANDB_PROJECT or DEFAULT_PROJECT.
+    A new run (`step` is 0) gets a new identifier, and without --project that of WANDB_PROJECT.
     """
     path = folder / "wandb-run.txt"
-    try:
-        with open_regular(path) as file:
-            stored = file.read(1000).decode()
-    except (OSError, UnicodeDecodeError):
-        stored = ""
-    found = re.fullmatch(r"([0-9a-f]{8})\n(?:([^\n]+)\n)?", stored)
-    if step == 0 or not found:
-        if os.path.lexists(path) and not path.is_file():
-            set_aside(path, f"{path.name}.damaged")
+    if step and path.is_file() and len(stored := path.read_text().split("\n")) >= 2:
+        identifier, project = stored[0], project or stored[1]
+    else:
         identifier = uuid.uuid4().hex[:8]
         project = project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
-    else:  # earlier versions stored no project
-        identifier, project = found[1], project or found[2] or DEFAULT_PROJECT
-    if stored != (lines := f"{identifier}\n{project}\n"):
-        write_text(path, lines)
+    write_text(path, f"{identifier}\n{project}\n")
     return identifier, project
 
 
 def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -> Trackers:
-    """Start the trackers that --report_to names.
-
-    Args:
-        step: the optimizer step from which the run continues; 0 for a new run.
-    """
-    trackers: list[TensorBoard | WandB] = []
-    if ctx.is_main:
+    """Start the trackers that --report_to names, on rank 0, for a run from a step on."""
+    trackers: list[Tracker] = []
+    if ctx.is_main and args.report_to:
         values = {**vars(args), "tags": ", ".join(args.tags)}
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
         arguments = {name: redact_value(value) for name, value in shown.items()}
@@ -155,35 +113,29 @@ def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -
             if args.overwrite and args.resume is None:
                 for file in events.glob(EVENT_FILES):
                     file.unlink(missing_ok=True)
-            trackers.append(TensorBoard(events, step, arguments))
+            trackers.append(tensorboard(events, step, arguments, ctx))
         if "wandb" in args.report_to:
-            labels = {"name": args.run_name, "project": args.project, "tags": args.tags or None}
-            trackers.append(WandB(folder, step, arguments, labels))
-    ctx.failures.flushes += [tracker.flush for tracker in trackers]
+            identifier, project = wandb_run_of(folder, step, args.project)
+            labels = {"id": identifier, "project": project, "name": args.run_name}
+            trackers.append(wandb(folder, arguments, {**labels, "tags": args.tags or None}))
     return Trackers(trackers, ctx.console, active=bool(args.report_to))
 
 
 class Trackers:
-    """All trackers of a run. One that fails is dropped with a warning, and training continues.
+    """All trackers of a run. One that fails is dropped with a warning, and training continues."""
 
-    Args:
-        trackers: empty on every rank but rank 0.
-        active: whether --report_to names a tracker; the same on every rank.
-    """
-
-    def __init__(self, trackers: list, console: Console, active: bool):
+    # trackers: empty on every rank but rank 0; active: whether --report_to names one, on any rank
+    def __init__(self, trackers: list[Tracker], console: Console, active: bool):
         self._trackers, self._console, self.active = trackers, console, active
 
     def _call(self, method: str, *values) -> None:
         for tracker in list(self._trackers):
             try:
                 getattr(tracker, method)(*values)
-            except Exception as error:  # a full disk, or a lost network connection
+            except tracker.errors as error:
                 self._trackers.remove(tracker)
-                self._console.warn(
-                    f"--report_to {type(tracker).__name__.lower()} failed, and is not used any "
-                    f"more: {explain(error)}"
-                )
+                failed = f"--report_to {tracker.name} failed, and is not used any more"
+                self._console.warn(f"{failed}: {explain(error)}")
 
     def log(self, record: dict) -> None:
         """Log the curves of one record of metrics.jsonl."""
@@ -191,18 +143,12 @@ class Trackers:
         self._call("curves", record["step"], values)
 
     def memory(self, step: int, allocated: list[int]) -> None:
-        """Log the memory of each rank's device.
-
-        Args:
-            allocated: bytes by rank.
-        """
+        """Log the memory of each rank's device, in bytes by rank."""
         values = {f"memory_gb/rank{rank}": size / GB for rank, size in enumerate(allocated)}
         self._call("curves", step, values)
 
-    def sample(self, step: int, text: str) -> None:
-        """Log the text that --generate produced."""
-        self._call("text", step, "sample", text)
-
-    def close(self) -> None:
-        """Close all trackers."""
+    def close(self, step: int, sample: str | None) -> None:
+        """Close all trackers, after the text that --generate produced."""
+        if sample:
+            self._call("text", step, "sample", sample)
         self._call("close")

@@ -36,8 +36,8 @@ def test_config_json_of_the_planner(attack, tmp_path, main_of):
             ("--tokens 5", "--tokens needs the rate.*--measure"),
             ("--device A100", "--device needs the amount of work.*--max_steps"),
             ("--price 2", "amount of work"),
-            ("--tokens 5 --max_steps 5 --measure", "--tokens and --max_steps"),
-            ("--tokens 5 --device A100 --measure", "--measure and --device"),
+            ("--tokens 5 --max_steps 5 --measure", "max_steps: not allowed with argument --tokens"),
+            ("--tokens 5 --device A100 --measure", "measure: not allowed with argument --device"),
             ("--tokens 5 --device A100 --epochs 2", "--epochs needs --dataset_tokens"),
             ("--tokens 5 --measure --mfu 0.3", "--mfu needs --device"),
             ("--tokens 5 --device A100 --solve batch", "--solve"),
@@ -93,4 +93,4 @@ def test_the_largest_numbers_are_planned_at_once(main_of):
     flag(".", "--statu", says="statu"),
 )
 def test_flag_of_the_report(attack, tmp_path, main_of):
-    attack.check(tmp_path, main_of("compare_report", *attack.args))
+    attack.check(tmp_path, main_of("compare_runs", *attack.args))

@@ -130,7 +130,7 @@ def no_file(folder):
     Attack("missing", prepare=no_file, says="No such file"),
     Attack("truncated", prepare=truncate, says="line"),
     Attack("failed", prepare=results_with(status="failed", reason="x"), says="failed"),
-    Attack("no rate", prepare=results_with(tokens_per_second_per_gpu=0), says="above 0"),
+    Attack("no rate", prepare=results_with(tokens_per_second_per_gpu=None), says="trained"),
     Attack("another model", prepare=results_with(parameters=5), says="parameters .5, planned"),
 )
 def test_results_that_have_no_rate_for_the_plan(attack, run, tmp_path, main_of):
@@ -139,12 +139,9 @@ def test_results_that_have_no_rate_for_the_plan(attack, run, tmp_path, main_of):
     attack.check(tmp_path, main_of("plan_memory", *PLAN, "--tokens", 9, "--results", tmp_path))
 
 
-@table(
-    Attack("no saves", prepare=results_with(checkpoint_seconds=[]), says="--save_seconds"),
-    Attack("no steps", prepare=results_with(step_seconds=None), says="step_seconds"),
-)
-def test_results_that_give_no_slurm_budget(attack, run, tmp_path, generate):
+def test_results_without_a_save_give_no_slurm_budget(run, tmp_path, generate):
     shutil.copy(run.folder / "results.json", tmp_path)
-    attack.prepare(tmp_path)
+    results_with(checkpoint_seconds=[])(tmp_path)
+    attack = Attack("no saves", says="--save_seconds")
     attack.check(tmp_path, generate(*SLURM, "--hours", 9, "--results", tmp_path))
     assert not (tmp_path / "scripts").exists()

@@ -14,12 +14,9 @@ def test_plan_recommends_a_command_that_runs(script, tmp_path):
     args = ["--model", "tiny-gpt2", "--gpus", "2", "--gpu_memory", "1.15", "--seq_length", "128"]
     code, out = plan(*args)
     assert code == 0 and all(strategy in out for strategy in STRATEGIES)
-    command = shlex.split(
-        next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
-    )
-    process = start(
-        [*command, "--max_steps", "2", "--no_eval", "--no_export", "--output_dir", tmp_path / "out"]
-    )
+    line = next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
+    flags = ["--max_steps", "2", "--no_eval", "--no_export", "--output_dir", tmp_path / "out"]
+    process = start([*shlex.split(line), *flags])
     _, err = finish(process, 120)
     assert process.returncode == 0, err
     results = json.loads((tmp_path / "out" / "results.json").read_text())

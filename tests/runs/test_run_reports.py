@@ -60,7 +60,7 @@ def test_another_learning_rate_is_found(runs, report, tmp_path):
     places = [runs["plain"].folder, runs["rate"].folder / "metrics.jsonl"]
     code, out, err = report("compare_runs.py", *places, "--json", "--plot", figure)
     assert code == 1, out + err
-    found = json.loads(out)
+    found = json.loads(out)["runs"][1]
     assert found["first_difference"]["last"] == 2
     first = (runs["plain"].losses[1], runs["rate"].losses[1])
     assert (found["first_difference"]["a"], found["first_difference"]["b"]) == first
@@ -68,7 +68,7 @@ def test_another_learning_rate_is_found(runs, report, tmp_path):
     changes = {entry["name"]: entry["changes"] for entry in found["differences"]}
     assert changes["lr"] == "losses" and changes["run_name"] == "nothing"
     assert "effect not known" not in out
-    assert found["compared_steps"] == 6 and len(found["evaluations"]) == 1
+    assert found["compared_steps"] == 6
     assert figure.read_text().startswith("<?xml")
 
 

@@ -29,7 +29,7 @@ def imported_by(*command, **env) -> tuple[int, set[str]]:
         ([SCRIPT, "--model", "/no/such/folder"], 2),
         (PLAN, 0),
         ([SCRIPTS / "distributed_setup.py", "--help"], 0),
-        ([SCRIPTS / "compare_report.py", "--help"], 0),
+        ([SCRIPTS / "compare_runs.py", "--help"], 0),
         ([SCRIPTS / "convert_checkpoint.py", "--help"], 0),
     ],
     ids=lambda value: (

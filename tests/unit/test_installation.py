@@ -20,7 +20,7 @@ except ImportError:  # Python 3.10
 
 TOML = tomllib.loads((PROJECT / "pyproject.toml").read_text())
 COMMANDS = TOML["project"]["scripts"]
-INTERNAL = {"compare_report.py", "trainer_step.py", "generate_docs.py"}  # of our own programs
+INTERNAL = {"trainer_step.py", "generate_docs.py"}  # for the project's own programs
 DOCKERFILE = (PROJECT / "Dockerfile").read_text()
 APPTAINER = (PROJECT / "apptainer.def").read_text()
 CELLS = json.loads((PROJECT / "notebooks" / "two_t4.ipynb").read_text())["cells"]

@@ -110,7 +110,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     import fcntl
 
     from support.files import atomic as files
-    from support.report.output_dir import lock_folder
+    from support.report.results import lock_folder
 
     left = tmp_path / f"x-{platform.node()}-1"
     left.mkdir()
@@ -123,15 +123,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert lock_folder(tmp_path) is None
     files.TemporaryFolder(tmp_path, "x-").remove()
     assert left.exists()  # whose owner may live
-
-
-def test_a_folder_with_the_lock_files_name_is_named(tmp_path):
-    from support.errors import UserError
-    from support.report.output_dir import lock_folder
-
-    (tmp_path / ".lock").mkdir()
-    with pytest.raises(UserError, match=r"\.lock"):
-        lock_folder(tmp_path)
 
 
 def test_bias_correction_of_any_number_of_steps_is_quick():
@@ -191,7 +182,7 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
 def test_a_folder_that_not_all_nodes_share_names_only_flags_that_are_not_given(tmp_path):
     from support.cli.parse import parse_arguments
     from support.errors import UserError
-    from support.report.output_dir import check_all_see
+    from support.report.results import check_all_see
 
     (tmp_path / ".lock").touch()
     ctx = SimpleNamespace(all_gather=lambda own: [own, "node2"])

@@ -76,7 +76,6 @@ def test_sharded_parameters_are_gathered_in_each_micro_batch(tmp_path):
         ({"world_size": 1}, "on one rank first"),
         ({"status": "failed"}, "name a completed run"),
         ({"tokens_per_second_per_gpu": None}, "name a run that trained"),
-        ({"step_phases_seconds": None}, "no measured steps"),
     ],
 )
 def test_runs_that_do_not_fit_together_are_refused(tmp_path, changes, says):

@@ -43,7 +43,7 @@ def test_the_split_that_fits_is_the_largest(batch_size):
 def test_results_of_several_machines_name_their_host(nodes, host_is_named):
     from types import SimpleNamespace
 
-    from support.report.console_lines import say_files
+    from support.report.summary import say_files
 
     lines = []
     console = SimpleNamespace(print0=lines.append)

@@ -1,4 +1,4 @@
-"""The tables of plan_memory.py and compare_report.py."""
+"""The tables of plan_memory.py and compare_runs.py."""
 
 from support.text_tables import markdown_table, text_table
 
