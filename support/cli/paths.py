@@ -99,13 +99,13 @@ def check_export_folder(args: Arguments) -> None:
     flag = "--export_hf" if args.export_hf else "The export,"
     folder = Path(args.export_hf or f"{args.output_dir}/hf").absolute()
     check_place(flag, folder)
-    model = args.model if is_local_model(args.model) else None
-    data = [name for name, _ in datasets_of(args) if is_local_dataset(name)]
-    for name in (".", args.output_dir, args.resume, model, *data):
-        needed = Path(name or folder.parent).resolve()
-        if folder.resolve() in (needed, *needed.parents):
+    needed = {".": "the current folder", args.output_dir: "--output_dir", args.resume: "--resume"}
+    needed |= {args.model: "--model"} if is_local_model(args.model) else {}
+    needed |= {name: "--dataset" for name, _ in datasets_of(args) if is_local_dataset(name)}
+    for path, what in ((Path(name).resolve(), what) for name, what in needed.items() if name):
+        if folder.resolve() in (path, *path.parents):
             raise UserError(
-                f"{flag} {folder} would replace {name}: name another folder with --export_hf."
+                f"{flag} {folder} would replace {what}: name another folder with --export_hf."
             )
     if args.export_hf and folder.is_dir() and any(folder.iterdir()):
         described = any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_"))
