@@ -56,4 +56,4 @@ def test_tasks_that_slurm_gives_the_same_gpu_end_with_one_line(tmp_path):
     said = "".join(text for task in tasks for text in finish(task, 60))
     assert all(task.returncode == 1 for task in tasks), said
     [line] = [line for line in said.splitlines() if "❌" in line]
-    assert "ranks 0, 1" in line and "Traceback" not in said
+    assert "ranks 0-1" in line and "Traceback" not in said
