@@ -214,7 +214,8 @@ def _parse_json(text: str, place: str, is_file: bool = False) -> Any:
         if isinstance(error, json.JSONDecodeError):
             place += f", line {error.lineno}" if is_file else ""
             place += f", column {error.colno}"
-        return BadRow(f"{place}: not valid JSON ({first_line(error, 200)}).")
+        reason = getattr(error, "msg", None) or first_line(error, 200)
+        return BadRow(f"{place}: not valid JSON ({reason}).")
 
 
 def _read_jsonl(file: Path, options: RowOptions) -> Iterator[Content]:
