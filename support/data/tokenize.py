@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext, require_equal_on_all_ranks
@@ -44,11 +45,15 @@ from support.data.rows import PlacedRows, Source, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
+from support.units import GB
 
 CACHE_VERSION = 9  # increase it when the layout of the cache or the tokenization changes
 BATCH_EXAMPLES = 256
 BAD_ROWS = "bad_rows.json"  # file in a folder of the cache
 SHOWN_BAD_ROWS = 10
+# Memory that a tokenizer needs for a character of a text; 120 were measured (GPT-2, Llama 2).
+BYTES_PER_CHARACTER = 160
+LONG_BYTES = 1 << 29  # below it the free memory is not looked at
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
 BATCH_CHARACTERS = 1 << 20  # tokenized by one call, which uses all cores
 # Characters on each side of a cut that are tokenized to check it. Two lengths, so that a pattern
@@ -301,6 +306,23 @@ class Piece:
     before: str = ""  # the character before it; empty at the beginning of a document
 
 
+def check_memory(text: str, where: str) -> None:
+    """Refuse a text for which the tokenizer may run out of memory: its library ends the process."""
+    needed, free = len(text) * BYTES_PER_CHARACTER, psutil.virtual_memory().available
+    if needed < LONG_BYTES:
+        return
+    if hasattr(psutil.Process(), "rlimit"):  # Linux only
+        limit = psutil.Process().rlimit(psutil.RLIMIT_AS)[0]
+        if limit != psutil.RLIM_INFINITY:
+            free = min(free, limit - psutil.Process().memory_info().vms)
+    if needed > free:
+        raise UserError(
+            f"{where} has {len(text):,} characters without a place at which its tokens can be cut, "
+            f"for which the tokenizer may need {needed / GB:.1f} GB of memory, and "
+            f"{max(0, free) / GB:.1f} GB are free: insert line breaks, or use more memory."
+        )
+
+
 class DocumentTokenizer:
     """A tokenizer of documents, which are cut from `size` characters on."""
 
@@ -375,9 +397,11 @@ class DocumentTokenizer:
                     if cut is None:
                         searched += self.size
                         continue
+                    check_memory(text[:cut], document.where)
                     yield Piece(text[:cut], before)
                     text, before, searched = text[cut:], text[cut - 1], self.size
         if text:
+            check_memory(text, document.where)
             yield Piece(text, before)
 
     def _cut(self, text: str, start: int) -> int | None:

@@ -6,8 +6,10 @@ import json
 import random
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from tokenizer_zoo import CHINESE, EMOJI, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
 
@@ -128,3 +130,13 @@ def test_an_error_in_the_text_ends_tokenization():
     documents = [Document("a", ["a" * 500]), Document("b", pieces())]
     with pytest.raises(UserError, match="line 7"):
         list(DocumentTokenizer(tokenizer_of("gpt2")).encode_documents(documents, print))
+
+
+def test_a_text_that_cannot_be_cut_and_does_not_fit_into_memory(monkeypatch):
+    """The library would end the process; a long line of words is cut, and needs little memory."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=200 << 20))
+    documents = DocumentTokenizer(tokenizer_of("gpt2"))
+    with pytest.raises(UserError, match=r"a.txt has 5,000,000 characters without a place"):
+        list(documents.encode_documents([Document("a.txt", ["a" * 5_000_000])], print))
+    words = Document("a.txt", ["the quick brown fox " * 250_000])
+    assert sum(1 for _ in documents.encode_documents([words], lambda n: None)) > 30
