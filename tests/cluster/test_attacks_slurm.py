@@ -10,6 +10,8 @@ import pytest
 from conftest import PROJECT, SCRIPT
 from generated_scripts import SLURM
 
+pytestmark = pytest.mark.slow
+
 # How sbatch asks (the files ask for 4 GPUs on each node), and tasks, GPUs and ranks on each node.
 REQUESTS = {
     "train_multi_node --gres=gpu:1": "2 tasks, 1 GPUs, 1 ranks",

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from generated_scripts import LAUNCHER, SECRETS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def over_ssh(generate, stubs):

@@ -73,6 +73,7 @@ def test_every_key_of_accelerates_fsdp_file_is_answered(script, alone, tmp_path)
     assert refused.code == 2 and "did you mean fsdp_sharding_strategy" in refused.error
 
 
+@pytest.mark.slow
 def test_launcher_scripts_run(script, alone, run_file):
     for args, launcher in [(["--use_deepspeed"], "deepspeed"), ([], "torchrun")]:
         flags = ["--config", "config.yaml", "--num_gpus_per_node", "2", *args, "--force"]

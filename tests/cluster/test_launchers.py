@@ -5,6 +5,8 @@ import os
 import pytest
 from conftest import STRATEGIES, finish, skip, start
 
+pytestmark = pytest.mark.slow
+
 WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--eval_samples", "3"]
 LAUNCHERS = ["python", "torchrun", "deepspeed", "accelerate", "srun"]
 

@@ -13,6 +13,8 @@ import pytest
 from cluster_work import WORK, reached
 from conftest import PROJECT, SCRIPT, descendants_of_test, finish, start
 
+pytestmark = pytest.mark.slow
+
 ELASTIC = ["--epochs", "100", "--resume", "--resume_force"]
 
 

@@ -19,6 +19,8 @@ from conftest import (
     start,
 )
 
+pytestmark = pytest.mark.slow
+
 ONE_RANK_A_NODE = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
 
 EXAMPLES = [

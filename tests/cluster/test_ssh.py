@@ -12,6 +12,8 @@ import pytest
 from cluster_work import reached, setup, wait_for
 from conftest import SCRIPT, assert_close, descendants_of_test, finish, skip, start
 
+pytestmark = pytest.mark.slow
+
 LAUNCHER = ["launcher", "--config", "config.yaml", "--num_gpus_per_node", "1"]
 LAUNCHER += ["--hosts", "hosts.txt"]
 

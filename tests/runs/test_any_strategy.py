@@ -5,6 +5,8 @@ import shutil
 import pytest
 from conftest import assert_close
 
+pytestmark = pytest.mark.slow
+
 # Global batches of 6 blocks on 40: an epoch has 7 steps, the last one short. The schedule spans the
 # whole run.
 WORK = (

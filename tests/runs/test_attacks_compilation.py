@@ -17,6 +17,8 @@ from conftest import PROJECT, finish, path_without, start
 from support.strategies import ops
 from support.strategy import STRATEGIES
 
+pytestmark = pytest.mark.slow
+
 MODULE = """
 #include <Python.h>
 #define NAME2(name) PyInit_##name

@@ -27,6 +27,8 @@ from conftest import (
 
 from support.errors import TrainingError
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--seq_length", "64", "--batch_size", "1", "--no_eval", "--no_export"]
 
 # ------------------------------------------------------------------------- ranks that do not answer

@@ -15,6 +15,7 @@ def whole(script):
     return script(*WORK, "--batch_size", "16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, launcher, rank",
     [

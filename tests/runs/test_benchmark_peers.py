@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import peers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "cases, programs",

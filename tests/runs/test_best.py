@@ -77,6 +77,7 @@ IN_SOAK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["kept", *IN_SOAK])
 def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
     """Also where a strategy held them whole for the last evaluation: the sample comes from the live

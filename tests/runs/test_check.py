@@ -27,6 +27,7 @@ def lines_of(run, name):
     return [line for line in run.out.splitlines() if line[2:].strip().startswith(name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher, ranks, strategy",
     [("python", 1, "infinity"), ("torchrun", 2, "zero3"), ("deepspeed", 2, "dp")],
@@ -46,6 +47,7 @@ def test_machine_that_can_run(script, launcher, ranks, strategy):
         assert re.search(r"GB free, writes \d+\.\d\d and reads", run.out)
 
 
+@pytest.mark.slow
 def test_two_nodes_under_srun(slurm, script):
     srun = "srun --nodes=2 --ntasks=2 --kill-on-bad-exit=1".split()
     process = start([*srun, sys.executable, SCRIPT, "--check"])
@@ -88,6 +90,7 @@ def limited(command, files):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_few_open_files(tmp_path):
     code, out = limited([sys.executable, SCRIPT, "--check"], 100)
     assert code == 1 and "ulimit -n 65536" in out
@@ -134,6 +137,7 @@ def test_compilers_first_error_is_shown(script, tmp_path):
     assert run.results["error_kind"] == "missing_requirement"
 
 
+@pytest.mark.slow
 def test_collective_that_waits_too_long(script):
     """One rank sleeps in the middle of training."""
     work = "--seq_length 32 --max_steps 8 --no_eval --no_export --ddp_timeout 4".split()
@@ -174,6 +178,7 @@ def test_quiet(script):
     assert len(run.out.splitlines()) == 1 and "--num_samples" in run.out and run.err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 200])
 def test_live_bar_on_a_terminal(tmp_path, columns):
     """In a pseudo-terminal of that width; test_output.py has plain lines where output is a file."""
@@ -209,6 +214,7 @@ def test_live_bar_on_a_terminal(tmp_path, columns):
 # -------------------------------------------------------------------------------------- --report_to
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
     """Stopped, resumed, and one curve in the end."""
     work = "--max_steps 12 --seq_length 32 --logging_steps 2 --report_to tensorboard,wandb"

@@ -165,6 +165,7 @@ def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, uninterrupted, tm
     assert history(tmp_path) == history(uninterrupted("zero2").folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher, strategy",
     [
@@ -209,6 +210,7 @@ def test_exit_code_of_a_run_that_was_stopped(begin, tmp_path, number):
     check_schema(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation(script, begin, tmp_path):
     """Before the first step at that, when there are no moments to save."""
     work = [*ON_ONE, *"--eval_first --eval_samples 500 --max_steps 3 --output_dir".split()]
@@ -319,6 +321,7 @@ def test_loss_scaler_of_deepspeed(monkeypatch):
     assert second.cur_scale == 64.0
 
 
+@pytest.mark.slow
 def test_cpu_adam_goes_on_exactly_after_many_steps():
     """A few steps would not show it: a running product and a power round alike at first."""
     import torch
@@ -357,6 +360,7 @@ def test_full_disk_keeps_the_checkpoint_before(script, disk):
     assert checkpoints(folder) == ["latest", *steps(3)]
 
 
+@pytest.mark.slow
 def test_disk_that_is_full_for_one_rank_only(script, tmp_path):
     flags = f"--strategy zero1 --save_every 2 --output_dir {tmp_path}".split()
     fault = {"program": FAULT, "env": {"FAULT": "full_disk:1:2"}}
@@ -381,6 +385,7 @@ def test_a_checkpoint_of_another_run_is_refused(script, copy):
     assert (copy / "results.json").read_text() == before  # of the run that was complete
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_deepspeed_file_goes_on(script, tmp_path):
     config = json.loads((PROJECT / "ds_config_stage1.json").read_text())
     schedule = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 20}

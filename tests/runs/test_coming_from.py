@@ -12,6 +12,8 @@ import pytest
 from conftest import PROJECT
 from local_hub import TOKEN, Hub, write_repositories
 
+pytestmark = pytest.mark.slow
+
 TEXT = (PROJECT / "docs" / "COMING_FROM.md").read_text().replace("\\\n", "")
 COMMAND = re.compile(
     r"^<!-- needs-hub -->\n```bash\n((?:python|torchrun) .*real_model_example\.py .*)$",

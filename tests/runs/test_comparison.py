@@ -102,6 +102,7 @@ def test_planned_stands_beside_measured(all_seven):
         assert row["planned_bytes"] == pytest.approx(row["memory_bytes"], rel=0.02), row["strategy"]
 
 
+@pytest.mark.slow
 def test_simulated_comparison(tmp_path, compare):
     """The memory of four ranks, from one process for each strategy; no losses, no speeds, and never
     mixed with real runs.
@@ -219,6 +220,7 @@ def test_files(all_seven):
     assert picture.shape[0] > 600 and picture.shape[1] > 900 and picture[..., :3].std() > 0.05
 
 
+@pytest.mark.slow
 def test_resume_does_only_what_is_missing(all_seven, compare):
     folder, _, before = all_seven
     runs = folder / "comparison_runs" / "tiny-gpt2"
@@ -258,6 +260,7 @@ runpy.run_path(%r, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_seven, compare):
     """(all_seven has compiled what DeepSpeed needs, which would count as a hang here, and shows how
     fast this machine is.)
@@ -296,6 +299,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
     assert descendants_of_test() == []
 
 
+@pytest.mark.slow
 def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(
     tmp_path, without_libaio, llama, compare
 ):
@@ -319,6 +323,7 @@ def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(
     assert started == sorted(started) and len(started) == 4
 
 
+@pytest.mark.slow
 def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     earlier = tmp_path / "comparison_runs" / "tiny-gpt2" / "dp" / "1"
     earlier.mkdir(parents=True)
@@ -372,6 +377,7 @@ def test_wrong_usage(tmp_path, args, env, said, compare):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_comparisons_of_a_model_in_one_folder(tmp_path, compare):
     (tmp_path / "comparison_runs").mkdir()
     with open(tmp_path / "comparison_runs" / ".tiny-gpt2.lock", "w") as lock:
@@ -388,6 +394,7 @@ def test_report_of_nothing(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, stage", [("zero3", 3), pytest.param("zero2", 2, marks=pytest.mark.soak)]
 )

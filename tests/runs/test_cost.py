@@ -46,6 +46,7 @@ def test_a_rate_is_not_carried_over_silently(run):
     assert found["cost"]["hours"] == pytest.approx(10**6 / rate / 3600 / 4)
 
 
+@pytest.mark.slow
 def test_the_rate_is_measured_with_the_planned_work():
     code, out = plan(*PLAN, "--max_steps", 100, "--measure", "--json")
     found = json.JSONDecoder().raw_decode(out)[0]["cost"]  # stderr follows

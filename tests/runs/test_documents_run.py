@@ -14,6 +14,8 @@ from conftest import finish, free_port, start
 from documents import Page, program_of, read, tracked
 from project_copy import copy_project
 
+pytestmark = pytest.mark.slow
+
 NAMES = sorted(name for name in tracked() if re.fullmatch(r"(docs/)?\w+\.md", name))
 PAGES = [page for page in map(read, NAMES) if any(b.marker == "runnable" for b in page.blocks)]
 BLOCK, FAILED, END = "== block of line", "== failed in line", "END_OF_FILE_BLOCK"

@@ -190,6 +190,7 @@ def manifest_of(checkpoint):
     return json.loads((checkpoint / "manifest.json").read_text())
 
 
+@pytest.mark.slow
 def test_deepspeed_goes_on_from_a_universal_folder(saved, convert, plain_deepspeed, tmp_path):
     """Weights, moments and Adam's step: without one of them the second loss would be another."""
     assert convert(saved.folder, "--to", "torch", tmp_path / "torch")[0] == 0
@@ -203,6 +204,7 @@ def test_deepspeed_goes_on_from_a_universal_folder(saved, convert, plain_deepspe
     assert_close(plain_deepspeed(3, universal=tmp_path / "universal")[:2], wanted[:2], 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_start_from_a_checkpoint_that_deepspeed_made(
     script, saved, convert, plain_deepspeed, tmp_path, stage
@@ -233,6 +235,7 @@ def test_start_from_a_checkpoint_that_deepspeed_made(
     assert code == 2 and out.count("❌") == 1 and "ds_to_universal" in out, out
 
 
+@pytest.mark.slow
 def test_start_from_a_universal_folder(saved, convert, tmp_path):
     """It is data, so it needs no trust; it starts a new run, with the moments of the old one."""
     assert convert(saved.folder, "--to", "deepspeed-universal", tmp_path / "universal")[0] == 0

@@ -13,6 +13,7 @@ from conftest import FAULT, SCRIPT, descendants_of_test, finish, launcher_comman
 WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, rank, launcher",
     [
@@ -101,6 +102,7 @@ def stopped(begin, *flags) -> tuple[int, str]:
     return process.returncode, err
 
 
+@pytest.mark.slow
 def test_stopped_infinity_leaves_nothing_on_nvme(begin, tmp_path):
     nvme = tmp_path / "nvme"
     nvme.mkdir()

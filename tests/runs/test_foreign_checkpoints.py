@@ -9,6 +9,8 @@ from conftest import assert_close, finish, launcher_command, load_exported
 from support.checkpoints import foreign
 from support.checkpoints.convert import write_checkpoint, write_folder
 
+pytestmark = pytest.mark.slow
+
 LR, STEPS, SAVED = 1e-2, 4, 2
 # Every sequence has the same tokens, so the losses do not depend on the order of the data.
 SEQUENCE = "0123456789ABCDEFGHIJKLMNOPQRSTU"

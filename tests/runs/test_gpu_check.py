@@ -18,6 +18,8 @@ from conftest import FAULT, PROJECT, STRATEGIES
 
 from benchmarks import bench, gpu_check, synchronizing_calls
 
+pytestmark = pytest.mark.slow
+
 GB = 2**30
 
 

@@ -66,6 +66,7 @@ def test_a_rank_that_is_stopped_is_reported_and_the_run_continues(tmp_path):
     assert out.count(str(folder / "hang")) == 2 and "❌" not in out + err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, fault, says",
     [

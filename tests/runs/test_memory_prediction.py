@@ -43,6 +43,7 @@ def test_prediction_with_checkpointing(script):
     check_prediction(script, WORK, "zero2", 2, "bf16", "--gradient_checkpointing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     ["dp", "zero1", *(pytest.param(s, marks=pytest.mark.soak) for s in ("fsdp", "zero2"))],
@@ -53,6 +54,7 @@ def test_prediction_with_accumulation(script, strategy):
     check_prediction(script, WORK, strategy, 4, "bf16", *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, precision, flags",
     [
@@ -69,6 +71,7 @@ def test_prediction_for_a_llama(script, llama, strategy, precision, flags):
 IN_SOAK = [pytest.param(family, marks=pytest.mark.soak) for family in ("mistral", "qwen2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox", *IN_SOAK])
 def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family):
     """From a config.json of each, with random weights; also the planner's own reading of that file."""
@@ -95,6 +98,7 @@ LORA_IN_SOAK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, ranks, precision, args",
     [("dp", 2, "bf16", []), ("fsdp", 2, "bf16", []), *LORA_IN_SOAK],
@@ -103,6 +107,7 @@ def test_prediction_for_adapters(script, strategy, ranks, precision, args):
     check_prediction(script, [*WORK, "--lora_r", "8"], strategy, ranks, precision, *args)
 
 
+@pytest.mark.slow
 def test_prediction_for_a_llamas_adapters(script, llama):
     """Stage 3 replaces linear layers by its own, which keep their inputs although frozen."""
     model = ["--model", llama, "--dataset", "pydocs", *WORK, "--lora_r", "8"]

@@ -33,6 +33,7 @@ def test_random_weights_come_from_the_seed_and_are_the_same_for_every_strategy(
     assert script(*work, "--batch_size", "4", "--seed", "7").losses[0] != plain.losses[0]
 
 
+@pytest.mark.slow
 def test_gpt2_architecture_needs_no_hub_from_scratch(script):
     work = (
         "--model gpt2 --from_scratch --dataset pydocs --seq_length 16 --max_steps 1 --batch_size 1 "
@@ -62,6 +63,7 @@ def test_gradient_checkpointing_computes_again_and_changes_no_loss(
     assert peaks[0] < peaks[1] - 5e6
 
 
+@pytest.mark.slow
 def test_compile_compiles_and_changes_no_loss(script, tmp_path):
     compiled = script(*WORK, "--compile", env={"TORCHINDUCTOR_CACHE_DIR": tmp_path})
     assert list(tmp_path.rglob("*.cpp"))  # the generated code

@@ -3,9 +3,12 @@
 import json
 
 import nbformat
+import pytest
 from conftest import free_port
 from nbclient import NotebookClient
 from project_copy import copy_project
+
+pytestmark = pytest.mark.slow
 
 SMALL = {
     "MODEL": "tiny-gpt2",

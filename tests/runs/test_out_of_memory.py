@@ -31,6 +31,7 @@ def run_with_little_memory(folder: Path, *flags) -> tuple[int, str]:
     return process.returncode, out + err
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
     """Then the advice is followed, under the same limit."""
     code, out = run_with_little_memory(tmp_path, "--batch_size", "128")

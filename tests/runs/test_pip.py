@@ -10,6 +10,8 @@ import pytest
 from conftest import finish, free_port, start
 from project_copy import copy_project
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["editable", "copied"])
 def commands(request, tmp_path_factory):

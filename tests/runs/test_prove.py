@@ -55,6 +55,7 @@ def test_all_ways_make_one_step(prove):
         assert loss < 1e-6 and norm < 1e-5 and gradient < 1e-5 and update < 1e-3
 
 
+@pytest.mark.slow
 def test_adapters_on_unequal_answers(prove, llama, pairs):
     """Three ranks share twelve sequences."""
     work = ("--model", llama, "--dataset", pairs, "--lora_r", "4", "--strategy", "fsdp")
@@ -63,6 +64,7 @@ def test_adapters_on_unequal_answers(prove, llama, pairs):
     assert len(differences(run)) == WAYS - 1
 
 
+@pytest.mark.slow
 def test_accumulation_that_averages_means_is_found(prove, llama, pairs):
     """The other ways are equal, also on unequal answers."""
     run = prove("--model", llama, "--dataset", pairs, "--prove", fault="own_means", ok=False)

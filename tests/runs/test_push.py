@@ -3,6 +3,8 @@
 import pytest
 from local_hub import TOKEN
 
+pytestmark = pytest.mark.slow
+
 WORK = ["--max_steps", "2", "--seq_length", "32", "--no_eval", "--save_every", "2", "--push_to_hub"]
 
 

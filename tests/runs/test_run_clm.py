@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CLM = [
     *("--model_name_or_path", "openai-community/gpt2"),
     *("--dataset_name", "wikitext", "--dataset_config_name", "wikitext-2-raw-v1"),

@@ -6,6 +6,8 @@ import sys
 import pytest
 from project_copy import copy_project
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):

@@ -181,6 +181,7 @@ def test_lines_of_an_article_are_one_document():
     assert [position["row"] for position, _ in joined] == list(range(0, len(lines), 15))
 
 
+@pytest.mark.slow
 def test_a_corpus_on_the_hub(script, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path}
     work = [
