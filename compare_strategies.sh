@@ -123,7 +123,7 @@ arguments+=("$@")
 # strategy uses every flag.
 checked=${strategies[0]}
 [[ $named != *" infinity "* ]] || checked=infinity
-in_project 'from support import startup; startup.start(sys.argv[1:], will_run=False)' \
+in_project 'from support import startup; startup.start(sys.argv[1:])' \
     --model "$model" --strategy "$checked" "${arguments[@]}" || exit 2
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison

@@ -1,7 +1,7 @@
 """The optimizers of --optim: their states in memory, and the strategies that support them.
 
-To add an optimizer, add a row to OPTIMIZERS, its constructor to strategies/optimizer.py, and the
-reading and writing of its states to strategies/optimizer_shards.py.
+To add an optimizer, add a row to OPTIMIZERS, its constructor to create_optimizer in the script, and
+the reading and writing of its states to strategies/optimizer_shards.py.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
             does with SIGINT for `&`.
     """
     _handle(STOP_SIGNALS, _end_before_start, numbers)
-    # Its handler is that of support/cluster/hang.py; until then it must not end the process.
+    # Its handler is that of support/cluster/watchdog.py; until then it must not end the process.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.excepthook = _report_missing_package
 

@@ -285,7 +285,7 @@ class Resolved:
         if self.args.ds_config and "optimizer" in config and not (is_adam and optim == "adamw"):
             self.keep("optimizer", OF_OPTIMIZER)
         if optim != "adamw":
-            config.pop("optimizer", None)  # strategies/optimizer.py creates it
+            config.pop("optimizer", None)  # the script creates it
             config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
             return
         if "optimizer" not in config:
