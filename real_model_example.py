@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tune a causal language model with data parallelism, DeepSpeed ZeRO or PyTorch FSDP.
 
-    python real_model_example.py                                          # embedded model, offline
+    python real_model_example.py                           # a small built-in GPT-2, no network
     python real_model_example.py --model gpt2 --num_samples 100           # one GPU, or the CPU
     torchrun --nproc_per_node=4 real_model_example.py --strategy zero2    # 4 GPUs or CPU processes
     deepspeed --num_gpus=4 real_model_example.py --strategy zero3
@@ -19,10 +19,19 @@ the parameters (P), the gradients (G) and the optimizer states (O):
     infinity  P/N, G/N, O/N    zero3 with P and O on NVMe
     fsdp      P/N, G/N, O/N    PyTorch FSDP2 (fully_shard)
 
-All strategies train the same model: for the same global batch and without dropout the losses agree,
-for any number of ranks. Read from the top; compare train_epoch_ddp() with train_epoch_deepspeed():
-the lines that differ are what DeepSpeed changes. The results are in <output_dir>/results.json and
-metrics.jsonl.
+In 16 bit, O of the DeepSpeed strategies includes fp32 master weights. With gradient accumulation,
+fsdp stores G until the last micro-batch. What the ranks send in a step, besides a few scalars:
+
+    dp           last backward: all-reduce of G
+    zero1        last backward: reduction of G; step: each rank updates P/N, then all-gather of P
+    zero2        each backward: reduction of G to its owners; step: as zero1
+    zero3, fsdp  all-gather of a layer's P before its forward and backward; reduce-scatter of its G
+                 (fsdp: in the last backward); step: each rank updates its shard
+
+All strategies train the same model: for the same global batch and without dropout the losses agree
+up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
+train_epoch_deepspeed(): the lines that differ are what DeepSpeed changes. <output_dir> gets
+results.json, metrics.jsonl, the checkpoints (--save_every) and the trained model (hf/).
 """
 
 from __future__ import annotations
@@ -68,6 +77,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
     """Load, wrap, resume, train, evaluate, export and report.
 
+    Args:
+        args: the flags.
+        ctx: this process: its rank, world size, device, precision and stop signal.
     Returns:
         The wrapped model; a DeepSpeed engine must be destroyed before the process ends.
     Raises:
@@ -76,7 +88,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         Preempted: a rank received a stop signal, and the checkpoint is complete.
     """
     run = Run.open(args, ctx)  # creates <output_dir>, writes results.json
-    found = CheckpointManager.find(args, ctx, run.folder)  # of --resume
+    checkpoint = CheckpointManager.find(args, ctx, run.folder)  # None without --resume
     spec = models.find_model(args, ctx)  # configuration and tokenizer; the weights come later
     args = args.replace(seq_length=spec.seq_length(args))
     run.announce_model(args, spec)
@@ -90,9 +102,9 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     run.model_wrapped()
 
     manager = CheckpointManager(args, ctx, run.folder, objects, spec, dataset)
-    counters = manager.resume(found)  # of the checkpoint, or zeros
+    counters = manager.resume(checkpoint)  # loads weights and states; the counters, or zeros
     state = data.train_state(counters, train_data, args, ctx.world_size)
-    if run.was_complete_before(args, state):
+    if run.was_complete_before(args, state):  # --resume of a completed run
         run.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
         return objects.model
     run.start_training(args, objects, manager, state)
@@ -119,15 +131,16 @@ def train_and_evaluate(
     train_data, validation = datasets
     uses_deepspeed = STRATEGIES[args.strategy].uses_deepspeed
     train_epoch = train_epoch_deepspeed if uses_deepspeed else train_epoch_ddp
-    # A checkpoint is saved before an evaluation of the same step, so a resume may begin with it.
-    due = args.eval_only or (state.evaluation_is_due if state.step else args.eval_first)
+    # A checkpoint is saved before the evaluation of its step, so a resumed run may begin with one.
+    due = args.eval_first if state.step == 0 else state.evaluation_is_due
+    due = due or args.eval_only
     eval_loss = None
     while True:
         if due and validation.num_sequences:
             run.metrics.start_evaluation()
             eval_loss = evaluate(objects.model, validation, args, ctx)
             if eval_loss is None:  # a rank received a stop signal
-                run.preempt(state)
+                run.preempt(state)  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
             run.metrics.log_evaluation(eval_loss)
             run.manager.after_evaluation(state)
@@ -142,7 +155,7 @@ def train_and_evaluate(
 # ========================================================================= the two training loops
 def train_epoch_ddp(
     objects: TrainingObjects,
-    step_batches: Iterable[data.StepBatch],
+    batches: Iterable[data.StepBatch],
     state: TrainState,
     run: Run,
     args: Arguments,
@@ -151,19 +164,20 @@ def train_epoch_ddp(
     """Train the rest of an epoch in plain PyTorch (dp, fsdp), or until an evaluation is due."""
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
-    run.metrics.start_epoch()
-    for step_batch in step_batches:  # this rank's share of each global batch
+    run.metrics.start_epoch()  # metrics only measures: mark(name) ends a phase of the step
+    for step_batch in batches:  # this rank's share of each global batch
         lr = learning_rate(state.step, state.total_steps, args)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
-        run.metrics.mark("data")  # the time since the last mark was spent on data
+        run.metrics.mark("data")
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
             with gradient_sync(model, needed=is_last):  # reduce the gradients once per step
                 with autocast(model, ctx):
+                    # The sum of the micro-batch's token losses, divided by valid_tokens.
                     loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
                 run.metrics.mark("forward")
                 # DDP and FSDP average the gradients over the ranks. valid_tokens counts the tokens
@@ -174,11 +188,12 @@ def train_epoch_ddp(
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
         run.metrics.after_backward()
-        scaler.unscale_(optimizer)  # fp16 only; in fp32 and bf16 the scaler is disabled
-        grad_norm = gradients.gradient_norm(model)
+        scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
+        grad_norm = gradients.gradient_norm(model)  # over all shards; in fp64 on a CPU
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        gradients.skip_update_if_not_finite(objects, step_loss, grad_norm, ctx)
+        # If not finite: skips all updates from here on; the run ends when a loss is next logged.
+        gradients.check_finite(objects, step_loss, grad_norm, ctx)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -192,7 +207,7 @@ def train_epoch_ddp(
 
 def train_epoch_deepspeed(
     objects: TrainingObjects,
-    step_batches: Iterable[data.StepBatch],
+    batches: Iterable[data.StepBatch],
     state: TrainState,
     run: Run,
     args: Arguments,
@@ -202,7 +217,7 @@ def train_epoch_deepspeed(
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
     run.metrics.start_epoch()
-    for step_batch in step_batches:
+    for step_batch in batches:
         if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
             set_learning_rate(optimizer, learning_rate(state.step, state.total_steps, args))
         lr = optimizer.param_groups[0]["lr"]
@@ -213,19 +228,21 @@ def train_epoch_deepspeed(
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
-            # Tell DeepSpeed when to reduce and step: the last step of an epoch may be short.
+            # engine.step() updates after the last micro-batch only. DeepSpeed cannot count them,
+            # because the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
             run.metrics.mark("forward")
-            # valid_tokens covers all micro-batches, so the engine must not divide by their number.
+            # world_size as in train_epoch_ddp. valid_tokens covers all micro-batches, so the engine
+            # must not divide by their number (scale_wrt_gas).
             engine.backward(loss * ctx.world_size, scale_wrt_gas=False)
             run.metrics.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)
         run.metrics.after_backward()
-        gradients.skip_update_if_not_finite(objects, step_loss, None, ctx)
-        engine.step()  # clips the gradients, updates the weights and clears the gradients
+        gradients.check_finite(objects, step_loss, None, ctx)  # step() computes the norm itself
+        engine.step()  # clips, updates this rank's part of the weights, all-gathers, clears G
         grad_norm = engine.get_global_grad_norm()
         run.metrics.mark("update")
 
@@ -273,26 +290,31 @@ def rest_of_epoch(
         return train_data.step_batches(ctx.device)
     order = train_data.epoch_order(args.seed, state.epoch)[state.position :]
     accumulation = args.gradient_accumulation_steps
-    batches = step_batches(train_data, order, args.batch_size, accumulation, ctx)
+    batches = split_over_ranks(train_data, order, args.batch_size, accumulation, ctx)
     return data.copy_ahead(batches, ctx.device)
 
 
-def step_batches(
+def split_over_ranks(
     sequences: Any, order: np.ndarray, batch_size: int, accumulation: int, ctx: DistContext
 ) -> Iterator[data.StepBatch]:
     """Yield this rank's micro-batches of each optimizer step.
 
-    The order is cut into global batches of batch_size × world_size × accumulation sequences. The
-    number of ranks changes which rank computes a sequence, but never the step in which it is used:
-    the losses are therefore equal for any number of ranks. Every micro-batch has batch_size rows on
-    every rank; missing sequences become rows whose labels are all ignored.
+    The order is cut into global batches of batch_size × world_size × accumulation sequences. For
+    the same global batch, the number of ranks changes only which rank computes a sequence, not the
+    step that uses it. Every micro-batch has batch_size rows on every rank; missing sequences become
+    rows whose labels are all ignored.
+
+    Yields:
+        A StepBatch, whose micro-batches are (inputs, labels, positions), each int64
+        [batch_size, length]. The positions restart at each document or example; None if they need
+        not.
     """
-    all_ranks_batch = batch_size * ctx.world_size
-    for start in range(0, len(order), all_ranks_batch * accumulation):
-        global_batch = order[start : start + all_ranks_batch * accumulation]
+    all_ranks = batch_size * ctx.world_size  # sequences of a micro-batch on all ranks
+    for start in range(0, len(order), all_ranks * accumulation):
+        global_batch = order[start : start + all_ranks * accumulation]
         shares = [
-            np.array_split(global_batch[offset : offset + all_ranks_batch], ctx.world_size)
-            for offset in range(0, len(global_batch), all_ranks_batch)
+            np.array_split(global_batch[offset : offset + all_ranks], ctx.world_size)
+            for offset in range(0, len(global_batch), all_ranks)
         ]
         yield data.StepBatch(
             [data.fill_up(sequences, share[ctx.rank], batch_size) for share in shares],
@@ -311,6 +333,7 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
         all tokens without padding, and the number of ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=ctx.device)
+    # The first token of a sequence is not predicted from anything.
     counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels, _ in step_batch.batches)
     counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(ctx.stop.requested))
@@ -334,7 +357,8 @@ def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
 def gradient_sync(model: nn.Module, needed: bool) -> Iterator[None]:
     """Reduce the gradients over the ranks in this backward pass only if `needed`.
 
-    With gradient accumulation only the last micro-batch of a step needs it.
+    With gradient accumulation only the last micro-batch of a step needs it. Until then FSDP stores
+    whole gradients: less communication for more memory.
     """
     if fsdp.is_sharded(model):
         model.set_requires_gradient_sync(needed)
@@ -344,10 +368,11 @@ def gradient_sync(model: nn.Module, needed: bool) -> Iterator[None]:
 
 
 def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args: Arguments) -> bool:
-    """Save a checkpoint if one is due, and return whether to leave the training loop.
+    """Save a checkpoint if one is due; return whether to leave this loop, to evaluate or to end.
 
-    A checkpoint holds the weights, the optimizer's states, the loss scaler and the counters of
-    `state`. The dropout and the order of the data follow from --seed and these counters.
+    A checkpoint contains the weights, the optimizer's states, the loss scaler, the counters of
+    `state` and, with --streaming, the position in the stream. Dropout and the order of other data
+    follow from --seed and the counters.
 
     Args:
         stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
@@ -355,8 +380,8 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     every_steps = args.save_every and state.step % args.save_every == 0
     if every_steps or (args.save_epochs and state.at_end_of_epoch):
         run.manager.save(state)
-    if run.manager.is_requested(stop_requests):
-        run.preempt(state)
+    if run.manager.stop_requested(stop_requests):  # on a GPU, those of the previous step
+        run.preempt(state)  # saves a checkpoint and raises Preempted
     return state.evaluation_is_due or state.finished
 
 
@@ -373,20 +398,20 @@ def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContex
     """
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
-    divisor = torch.ones((), device=ctx.device)
+    one = torch.ones((), device=ctx.device)  # as the divisor: the sum of the losses
     validation = validation.take(args.eval_samples or args.num_samples or validation.num_sequences)
     order = np.arange(validation.num_sequences)
     batch_size = args.eval_batch_size or args.batch_size
-    steps = data.copy_ahead(step_batches(validation, order, batch_size, 1, ctx), ctx.device)
+    steps = data.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
     count = data.steps_of(len(order), batch_size * ctx.world_size)
     with ctx.console.bar("Evaluation", count, "batch") as bar:
         for number, step_batch in enumerate(steps):
-            # Not for each batch, because all ranks wait for each other here.
+            # Not for each batch, because this check synchronizes the ranks.
             if number % 8 == 0 and ctx.asked_to_stop():
                 return None
             [(inputs, labels, positions)] = step_batch.batches
             with autocast(model, ctx):
-                total[0] += next_token_loss(model, inputs, labels, divisor, positions)
+                total[0] += next_token_loss(model, inputs, labels, one, positions)
             total[1] += (labels[:, 1:] != data.IGNORED).sum()
             bar.update()
     dist.all_reduce(total)
@@ -406,7 +431,7 @@ def open_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any
     return train_data, validation, facts
 
 
-# =================================================================== strategies: load, wrap, update
+# ================================================================ strategies: load, wrap, optimizer
 def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp."""
     ctx.console.print0("⏳ Loading the model")
@@ -441,20 +466,22 @@ def wrap(model: nn.Module, train_data: Any, args: Arguments, ctx: DistContext) -
     scaling = ctx.precision == "fp16" and not strategy.uses_deepspeed
     scaler = gradients.loss_scaler(ctx, enabled=scaling)
     stream = train_data if args.streaming else None
-    # True after the first non-finite loss. On the device, so that the host need not wait for it.
+    # True from the first non-finite loss or gradient norm on; on the device, to avoid a wait.
     found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
     return TrainingObjects(model, optimizer, scaler, stream, found_inf)
 
 
 def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
-    """Return two parameter groups: weight decay for matrices, no decay for biases and norms."""
-    # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
-    is_matrix = {
-        p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in model.parameters() if p.requires_grad
-    }
+    """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
+
+    def is_matrix(parameter: nn.Parameter) -> bool:
+        # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
+        return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in is_matrix if is_matrix[p]], "weight_decay": args.weight_decay},
-        {"params": [p for p in is_matrix if not is_matrix[p]], "weight_decay": 0.0},
+        {"params": [p for p in trained if is_matrix(p)], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if not is_matrix(p)], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
@@ -514,8 +541,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
-    # In bf16 the model computes in bf16; the shards are kept and the gradients are reduced in fp32.
-    # fp16 is left to autocast.
+    # bf16: computes in bf16, keeps the shards and reduces in fp32. fp16 is left to autocast.
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
     on_cpu = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
     options = {
@@ -528,7 +554,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         if args.compile:
             block.compile()
         fully_shard(block, reshard_after_forward=args.fsdp.reshard_after_forward, **options)
-    fully_shard(sharded, **options)  # the root stays gathered from forward to backward
+    fully_shard(sharded, **options)  # the rest; it stays gathered from forward to backward
     if args.fsdp.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
@@ -541,8 +567,8 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
 def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
-    The weight file is mapped into memory. Each parameter is then copied and partitioned in turn, so
-    that a rank never holds more than its shards and one full parameter.
+    The weight file is memory-mapped. Parameters are copied and partitioned one by one, so a rank
+    never stores more than its shards and one full parameter.
     """
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
     return zero.partition_parameters(spec.load(ctx, dtype="auto"), args, ctx)
@@ -551,8 +577,8 @@ def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSp
 def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
     """Create the DeepSpeed engine, which owns the optimizer and shards its states.
 
-    The configuration is ds_config_stage2.json (for zero2) with the flags' values; it is also in
-    <output_dir>/ds_config.json. It describes AdamW; DeepSpeed calls our function for the others.
+    Its configuration is in <output_dir>/ds_config.json: for zero2 ds_config_stage2.json with the
+    values of the flags. It describes AdamW; DeepSpeed calls create_optimizer for the others.
     """
     import deepspeed
 
@@ -570,4 +596,5 @@ def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
 
 
 if __name__ == "__main__":
+    # Initializes the process group, calls train(ARGS, ctx), and ends all ranks together.
     startup.run_on_all_ranks(train, ARGS, LAUNCH)

@@ -180,7 +180,7 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def is_requested(self, stop: torch.Tensor) -> bool:
+    def stop_requested(self, stop: torch.Tensor) -> bool:
         """Whether to save and stop, because a rank received a stop signal.
 
         Args:

@@ -57,10 +57,10 @@ def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
     )
 
 
-def skip_update_if_not_finite(
+def check_finite(
     objects: TrainingObjects, loss: torch.Tensor, grad_norm: torch.Tensor | None, ctx: DistContext
 ) -> None:
-    """Skip the next update on the device if the loss or a gradient is or has been non-finite.
+    """Skip the update, on the device, from the first non-finite loss or gradient norm on.
 
     `if not loss.isfinite()` would make the host wait for the GPU at every step. PyTorch's fused
     AdamW reads a flag on the device instead. The run then stops when the loss is next logged.

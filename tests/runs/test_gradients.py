@@ -19,7 +19,7 @@ def fp16_step(model, optimizer, scaler, found_inf, loss_is, gradient_is) -> None
     scaler.scale(torch.zeros(()))  # what creates the scale
     scaler.unscale_(optimizer)
     objects = TrainingObjects(model, optimizer, scaler, None, found_inf)
-    gradients.skip_update_if_not_finite(objects, torch.tensor(loss_is), None, RUN)
+    gradients.check_finite(objects, torch.tensor(loss_is), None, RUN)
     scaler.step(optimizer)
     scaler.update()
 
@@ -65,7 +65,7 @@ def test_fp16_asks_the_device_nothing(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, asked)
     scaler.unscale_(optimizer)
     objects = TrainingObjects(model, optimizer, scaler, None, found_inf)
-    gradients.skip_update_if_not_finite(objects, torch.ones(()), None, RUN)
+    gradients.check_finite(objects, torch.ones(()), None, RUN)
     scaler.step(optimizer)
     scaler.update()
 

@@ -89,13 +89,13 @@ def test_packed_sequences_have_the_same_examples(pairs, tmp_path):
     shares = [f["train"]["padding_share"] for f in (facts, packed_facts)]
     assert shares[1] < 0.1 < shares[0]
     # The share is that of the batches of the first epoch.
-    from real_model_example import step_batches
+    from real_model_example import split_over_ranks
 
     ctx = SimpleNamespace(rank=0, world_size=1)
 
     for file, share in zip((plain, packed), shares, strict=True):
         order = file.epoch_order(0, 1)
-        steps = list(step_batches(file, order, 4, 1, ctx))
+        steps = list(split_over_ranks(file, order, 4, 1, ctx))
         size = sum(step.batches[0][0].shape[1] * 4 for step in steps[:-1])
         last = file.num_sequences - 4 * (len(steps) - 1)
         size += steps[-1].batches[0][0].shape[1] * last
