@@ -13,7 +13,7 @@ from support.cli.arguments import Arguments
 from support.cli.ds_config import ITS_OWN
 from support.cli.flags import DEFAULTS
 from support.errors import UserError
-from support.files.user_files import did_you_mean, read_yaml, shown
+from support.files.user_files import did_you_mean, printable, read_yaml, shown
 
 SECTIONS = ("training", "distributed")
 # Fields of `Arguments` that --print_config leaves out.
@@ -82,7 +82,7 @@ def as_yaml(args: Arguments) -> str:
     for name, value in settings_of(args).items():
         value = True if name == "resume" and value == "" else value
         text = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip()
-        source = shown(args.sources.get(name, "default"))
+        source = printable(args.sources.get(name, "default"))
         # The user's DeepSpeed file has an optimizer or a scheduler, which other flags contradict.
         unused = "# " if source.endswith(ITS_OWN) else ""
         lines.append(f"{unused}{text}  # {source}\n")

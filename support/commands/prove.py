@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 from tempfile import gettempdir
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from support import PROJECT, process
 from support.checkpoints.convert import OwnCheckpoint
 from support.cli.arguments import Arguments
 from support.cli.flags import GROUPS
+from support.cli.fsdp_config import FsdpOptions
 from support.cli.run_file import as_yaml
 from support.cluster.launch import free_port
 from support.cluster.stop_signal import StopSignal
@@ -46,7 +47,8 @@ SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no settin
     # 0 but for rounding (the bias of keys) would move by up to the learning rate, in any direction.
     "adam_epsilon": 1e-4,
 }
-ALONE = {"strategy": "dp", "ds_config": None, "nvme_path": None, "fsdp_config": None, "fsdp": None}
+ALONE: dict[str, Any] = {"strategy": "dp", "ds_config": None, "nvme_path": None}
+ALONE |= {"fsdp_config": None, "fsdp": FsdpOptions()}
 OF_A_LAUNCH = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 # The largest differences that count as equal. fp32 rounds each result to 2^-24 = 6e-8 of its size,

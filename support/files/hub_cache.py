@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from importlib.metadata import version
 from pathlib import Path
 
 # What a run needs of a model: names of files in a snapshot, and "weights" unless they are drawn.
@@ -21,6 +20,8 @@ MODEL_FILES = {
 
 def login_command() -> str:
     """Return the command that logs in to the hub; its name changed in huggingface_hub 0.34."""
+    from importlib.metadata import version  # slow to import
+
     release = tuple(map(int, version("huggingface_hub").split(".")[:2]))
     return "hf auth login" if release >= (0, 34) else "huggingface-cli login"
 

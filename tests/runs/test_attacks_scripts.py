@@ -3,11 +3,10 @@
 import json
 
 from attacks import table
-from command_lines import DEEP, DIGITS, GPT2_FILE, LONG, flag, written
+from command_lines import DIGITS, GPT2_FILE, LONG, flag, written
 
 
 @table(
-    written("nested", '{"a":' * DEEP, says="nested"),
     written("digits", f'{{"n_embd": {DIGITS}}}', says="digits"),
     written("a list", "[]", says="object"),
     written("a list as model_type", '{"model_type": ["gpt2"]}', says="does not support model_type"),

@@ -179,7 +179,7 @@ def test_gated_model(refused):
         ("rows.json", b'[{"body": "x"}]', "body"),
         ("broken.json", b'[{"text": "x"},\n oops]', "line 2, column 2"),
         ("rows.csv", b"title,body\nx,y\n", "title, body"),
-        ("no.parquet", b"PAR0", "not a Parquet file"),
+        ("no.parquet", b"PAR0", "no.parquet cannot be read"),
     ],
 )
 def test_data_that_cannot_be_used(refused, tmp_path, name, content, said):

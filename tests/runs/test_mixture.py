@@ -43,9 +43,12 @@ def test_the_same_losses_on_two_ranks_and_after_a_resume(script, llama, datasets
 @pytest.mark.parametrize(
     "names, said",
     [
-        (["pydocs:1", "README.md"], "all of several datasets have a weight"),
+        (["pydocs:1", "README.md"], "all or none have a weight"),
         (["pydocs:1", "no/such.txt:2"], "no/such.txt"),
-        (["README.md", "CONTRIBUTING.md", "--streaming", "--max_steps", "1"], "one dataset"),
+        (
+            ["README.md", "CONTRIBUTING.md", "--streaming", "--max_steps", "1"],
+            "reads one --dataset",
+        ),
     ],
 )
 def test_datasets_that_cannot_be_mixed(script, names, said):
