@@ -19,6 +19,7 @@ from support import startup
 if __name__ == "__main__":
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
+import gc
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,7 @@ SAME = (
 
 def main(args: Arguments, launch) -> None:
     """Load model and data as real_model_example.py does, and make the step."""
+    gc.enable()  # which startup.start has disabled for the imports
     with DistContext.alone(launch, Console(True, args.quiet)) as ctx:
         spec = models.find_model(args, ctx)
         spec.chunked_loss = False

@@ -101,7 +101,6 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     from support.cluster.process_group import join
     from support.commands import command_of
     from support.model.resolve import configure_transformers
-    from support.strategies.requirements import check_requirements
 
     # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()
@@ -115,7 +114,6 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
         ctx.precision = choose_precision(args.precision, ctx.device)
         if command := command_of(args):
             ctx.failures.end_together(None, command(args, ctx))  # does not return
-        check_requirements(args)
         configure_transformers(args)
         model = train(args, ctx)
     except Preempted as preempted:

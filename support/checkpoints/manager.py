@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,7 @@ from support.checkpoints.find import Found, check_optimizer, find_checkpoint, ve
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import FirstError, Preempted, TrainingError, UserError
+from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
 from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
@@ -109,6 +110,11 @@ class CheckpointManager:
                 group["lr"] = saved["lr"]
                 if "betas" in saved:  # not those of SGD
                     group["betas"] = tuple(saved["betas"])
+        elif self._scheduler or manifest["lr_scheduler"]:
+            self.ctx.console.warn(
+                "--resume: the learning rate's schedule changes between a DeepSpeed file's and "
+                "--lr_scheduler; the file's starts from its beginning."
+            )
         if self.args.load_best_at_end and (best := counters["best"]):
             best_folder = files.step_folder(self.folder, best["step"])
             if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
@@ -126,14 +132,16 @@ class CheckpointManager:
         """Load weights, optimizer states and buffers, after a check of all shapes."""
         check_optimizer(path, manifest, self.state.family)
         check_shapes(path, manifest, self.state)
+        saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
+        buffers = {name: b for name, b in self.module.named_buffers() if name in saved}
+        for name, buffer in buffers.items():
+            if saved[name].shape != buffer.shape:
+                raise UserError(f"--resume {path}: the buffer {name} has another shape there.")
         if files.ADAFACTOR_STATES in manifest["files"]:
             self.state.load_adafactor_states(load_file(path / files.ADAFACTOR_STATES))
         read_shards(path, manifest, self.state)
-        if files.BUFFERS in manifest["files"]:
-            saved = load_file(path / files.BUFFERS)
-            for name, buffer in self.module.named_buffers():
-                if name in saved:
-                    buffer.copy_(saved[name])
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])
         self._loaded_from = path
 
     def take_over(self, best: dict | None) -> None:
@@ -143,6 +151,8 @@ class CheckpointManager:
         """
         if not self.ctx.is_main:
             return
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            raise UserError(f"{self.folder} is not a folder, but checkpoints go there: rename it.")
         if self.ctx.lock:
             atomic.remove_leftovers(self.folder)
         for path in files.list_checkpoints(self.folder):
@@ -260,6 +270,8 @@ class CheckpointManager:
         dist.barrier()
         writer = PieceWriter(unfinished, ctx.rank)
         errors.attempt(write_shards, writer, self.state, ctx.world_size)
+        if errors.error is not None and isinstance(explain(errors.error), OutOfMemory):
+            raise errors.error  # its report has remedies; it ends the other ranks
         ranks = ctx.all_gather((writer.pieces, writer.files, str(errors)))
         failed = next((f"{error} [rank {r}]" for r, (_, _, error) in enumerate(ranks) if error), "")
         if ctx.is_main:
@@ -299,16 +311,14 @@ class CheckpointManager:
             atomic.sync(self.folder.parent)
             self._mark("latest", files.step_of(final))
             atomic.sync(self.folder)
-        except OSError as error:
-            self.ctx.console.warn(
-                f"The checkpoint {final} is complete, but {self.folder / 'latest'} could not be "
-                f"updated ({error.strerror})."
-            )
-            return
-        if self.args.keep_last:
-            for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:
+            for old in files.list_checkpoints(self.folder)[self.args.keep_last or sys.maxsize :]:
                 if old.name != files.marked(self.folder, "best"):
                     shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            self.ctx.console.warn(
+                f"The checkpoint {final} is complete, but `latest` next to it or an older "
+                f"checkpoint could not be changed ({error.strerror})."
+            )
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the model's present weights; None if there is none.

@@ -218,6 +218,11 @@ def _check_strategy(strategy: str, config: dict[str, Any], file: str) -> None:
             f"{file} describes {choose_strategy(config)} (zero_optimization.stage and "
             f"offload_optimizer.device), and --strategy is {strategy}: change one of them."
         )
+    if strategy == "zero1" and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
+        raise UserError(
+            f"{file}: data_types.grad_accum_dtype gives stage 1 another optimizer, which "
+            "checkpoints do not support: leave it out, or use stage 2."
+        )
     if strategy != "infinity" and _nvme_sections(config):
         raise UserError(
             f"{file}: only the optimizer and parameters of --strategy infinity can be on nvme."

@@ -67,7 +67,8 @@ class FailureMonitor:
         self.watchdog.start(store, hang_seconds)
         exchange = self.watchdog.exchange_until
         threading.Thread(target=exchange, args=(self._ending,), daemon=True).start()
-        threading.Thread(target=self._watch, daemon=True).start()
+        if store is not None:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     @property
     def store(self) -> dist.Store | None:
@@ -88,7 +89,25 @@ class FailureMonitor:
             return
         if error is not None:
             self.end_failed(error, with_stacks=True)
+        self._exit_at_latest(EXIT_FAILED)
         self._leave(EXIT_FAILED)
+
+    def _exit_at_latest(self, code: int, line: str = "") -> None:
+        """Exit after END_SECONDS, also if a thread blocks on a hung disk or a stopped terminal.
+
+        Args:
+            line: is printed then, unless the error was reported.
+        """
+
+        def give_up() -> None:
+            if line and not self._ending.is_set():
+                os.write(2, f"{line}\n".encode())
+            os._exit(code)
+
+        with contextlib.suppress(RuntimeError, MemoryError):  # this host cannot start a thread
+            timer = threading.Timer(END_SECONDS, give_up)
+            timer.daemon = True
+            timer.start()
 
     def end_failed(self, error: BaseException, with_stacks: bool = False) -> NoReturn:
         """Record and report an error, and exit with its exit code.
@@ -104,16 +123,7 @@ class FailureMonitor:
         self._restart_if_agreed(shown, error)
         self.stop.ignore()
         line = f"❌ {shown}{self._rank_label}"
-
-        def give_up() -> None:  # this thread blocks on a hung disk or a stopped terminal
-            if not self._ending.is_set():
-                os.write(2, f"{line}\n".encode())
-            os._exit(shown.exit_code)
-
-        with contextlib.suppress(RuntimeError, MemoryError):  # this host cannot start a thread
-            timer = threading.Timer(END_SECONDS, give_up)
-            timer.daemon = True
-            timer.start()
+        self._exit_at_latest(shown.exit_code, line)
         try:
             reports = self._record(shown, error) and self._is_first(str(shown))
             self._ending.set()

@@ -59,6 +59,7 @@ class Watchdog:
         self._launch, self._console, self._stop = launch, console, stop
         self._rounds, self._failed = 0, False  # of `exchange`
         self._error: Exception | None = None
+        self._lost = False  # whether the store has exited
         self._neighbor, self._neighbor_state = (launch.rank + 1) % launch.world_size, {"beat": 0}
         self._seen, self._silent, self._quiet = (0, 0), 0, 0  # of `look`: rounds without a change
         self._progress: tuple[int, int] | None = None  # step and number of collectives
@@ -90,14 +91,19 @@ class Watchdog:
 
     def exchange(self) -> None:
         """Publish this rank's state, read the neighbor's, and write what a hang report needs."""
-        if self.store is not None:
-            self._rounds += 1
-            self.store.set(f"state/{self._launch.rank}", json.dumps(self._own_state()))
-            self._failed = self.store.check(["failure"])
-            if self.store.check([f"state/{self._neighbor}"]):
-                self._neighbor_state = json.loads(self.store.get(f"state/{self._neighbor}"))
+        self._rounds += 1
+        state = json.dumps(self._own_state())
+        try:
+            if self.store is not None:
+                self.store.set(f"state/{self._launch.rank}", state)
+                self._failed = self.store.check(["failure"])
+                if self.store.check([f"state/{self._neighbor}"]):
+                    self._neighbor_state = json.loads(self.store.get(f"state/{self._neighbor}"))
+            self._answer_requests()
+        except RuntimeError:  # as the errors of a store are
+            self._lost = True
+            raise
         self._arm_timer()
-        self._answer_requests()
         self._report_wait()
 
     def look(self) -> bool:
@@ -108,7 +114,7 @@ class Watchdog:
             Exception: an error of `exchange` that is not one of the store.
         """
         host = "torchrun's agent, which connects the ranks," if agent_hosts_store() else "Rank 0"
-        if not self._failed and isinstance(self._error, RuntimeError):  # as errors of a store are
+        if self._lost and not self._failed:
             raise TrainingError(f"{host} ended without reporting an error: {KILLED}")
         if self._error is not None and not self._failed:
             raise self._error
@@ -157,7 +163,9 @@ class Watchdog:
         """Write the stacks of all threads of this process now."""
         file = self._stacks = self._stacks or self._open(f"rank-{self._launch.rank}.txt")
         with contextlib.suppress(OSError):
-            progress.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}", file)
+            # Not progress.write: the main thread may block while it holds the lock of the bars.
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n")
+            file.flush()
             faulthandler.dump_traceback(file)
 
     def write_table(self, reason: str) -> None:

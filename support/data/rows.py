@@ -17,8 +17,8 @@ import os
 import re
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -32,6 +32,7 @@ from support.data.formats import BadRow, Content, Document, RowOptions, columns_
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import sha256_of
 from support.files.folders import count_types, files_of
+from support.files.user_files import shown
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
@@ -129,11 +130,20 @@ def _open_pydocs() -> Source:
 
 def _open_files(name: str, args: Arguments, options: RowOptions) -> Source:
     files = files_of(Path(name), name, args.include)
-    digest = hashlib.sha256(repr(options).encode())
+    digest, times = hashlib.sha256(repr(options).encode()), {}
     for file in files:
         with reading(file):
+            times[file] = file.stat().st_mtime_ns
             digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
-    return _source_of_files(name, files, digest.hexdigest(), options)
+    source = _source_of_files(name, files, digest.hexdigest(), options)
+
+    def rows(position: Position | None) -> PlacedRows:
+        yield from source.splits["train"](position)
+        for file in files:  # the tokens are stored under the digest of what it was
+            if file.stat().st_mtime_ns != times[file]:
+                raise UserError(f"{file} has changed since the run started: start again.")
+
+    return replace(source, splits={"train": rows})
 
 
 def _source_of_files(name: str, files: list[Path], digest: str, options: RowOptions) -> Source:
@@ -230,7 +240,7 @@ def _read_json(file: Path, options: RowOptions) -> Iterator[Content]:
     """Yield the entries of a list, or the rows of JSON lines, which `datasets` writes as .json."""
     with _open_text(file) as stream:
         first = _parse_json(stream.readline(), "")
-        if not isinstance(first, list) and not isinstance(read_row(first, "", options), BadRow):
+        if isinstance(first, dict) and any(line.strip() for line in stream):
             yield from _read_jsonl(file, options)
             return
         stream.seek(0)
@@ -242,12 +252,18 @@ def _read_json(file: Path, options: RowOptions) -> Iterator[Content]:
         yield read_row(row, f"{file}, entry {number}", options)
 
 
+def _check_names(columns: Sequence[str], file: Path) -> None:
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise UserError(f"{file} has two columns with the name {shown(twice[0])}: rename one.")
+
+
 def _read_csv(file: Path, options: RowOptions) -> Iterator[Content]:
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is less than a long document
     delimiter, line = "\t" if type_of(file) == ".tsv" else ",", 1
     with _open_text(file, newline="") as stream:
         rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
         try:
+            _check_names(rows.fieldnames or (), file)
             for row in rows:
                 line, cells = rows.line_num, len(rows.fieldnames or ())
                 if None in row or None in row.values():
@@ -266,6 +282,7 @@ def _read_parquet(file: Path, options: RowOptions) -> Iterator[Content]:
 
     try:
         table = pyarrow.parquet.ParquetFile(file)
+        _check_names(table.schema_arrow.names, file)
         columns, numbers = columns_of_table(table.schema_arrow.names, options, str(file)), count(1)
         for batch in table.iter_batches(columns=columns, batch_size=1024):
             for row in batch.to_pylist():

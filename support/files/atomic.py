@@ -190,11 +190,17 @@ class TemporaryPaths(list[str]):
         for path in [entry for entry in self if not paths or entry in paths]:
             with contextlib.suppress(ValueError):  # two threads may clean up at the same time
                 self.remove(path)
-            remove(Path(path))
+            _remove_temporary(Path(path))
 
 
 # The locks of this process's temporary folders, which last as long as these files are open.
-_locks: list[IO[bytes] | None] = []
+_locks: dict[str, IO[bytes] | None] = {}
+
+
+def _remove_temporary(path: Path) -> None:
+    if lock_file := _locks.pop(str(path), None):
+        lock_file.close()  # NFS keeps a file that is open
+    remove(path)
 
 
 class TemporaryFolder:
@@ -218,12 +224,12 @@ class TemporaryFolder:
         self.path = parent / f"{prefix}{secrets.token_hex(6)}"
         self.paths = [str(self.path)]  # for `TemporaryPaths`
         self.path.mkdir(mode)
-        _locks.append(lock(self.path / ".locking"))
+        _locks[str(self.path)] = lock(self.path / ".locking")
         os.rename(self.path / ".locking", self.path / ".lock")  # locked before others find it
 
     def remove(self) -> None:
         """Remove the folder and everything in it; errors are ignored."""
-        remove(self.path)
+        _remove_temporary(self.path)
 
 
 def start_folder(folder: Path) -> TemporaryFolder:

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,13 +104,17 @@ def finish(
     start = time.monotonic()
     failed, folder = export_model(trained, target, args, model_card(facts, trained.identity))
     if failed:
-        checkpoint = trained.weights_kept(state)
-        advice = (
-            f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
-            f"{checkpoint} --to hf FOLDER` exports them, and so does the same run with --resume."
-            if checkpoint
-            else "The trained weights are lost."
-        )
+        if checkpoint := trained.weights_kept(state):
+            advice = (
+                f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
+                f"{checkpoint} --to hf FOLDER` exports them; so does the same run with --resume."
+            )
+        else:  # often because the same disk is full
+            elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
+            elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
+            card, saved = model_card(facts, trained.identity), Target(elsewhere, False, False)
+            lost, folder = export_model(trained, saved, args, card)
+            advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.named} failed: {failed} {advice}")
     results.update(
         export={

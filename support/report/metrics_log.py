@@ -206,8 +206,8 @@ class MetricsLogger:
 
 @contextlib.contextmanager
 def errors_as_notices(ctx: DistContext) -> Iterator[None]:
-    """Print the error of a disk or of torch's recorder as a notice: training has completed."""
+    """Print an error of files for other tools as a notice: training itself has completed."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         ctx.console.warn(str(explain(error)))

@@ -31,6 +31,7 @@ from support.report import profiling, summary
 from support.report.metrics_log import MetricsLogger, errors_as_notices
 from support.report.results import facts_at_start, new_output_dir
 from support.report.step_meter import create_meter
+from support.strategies.requirements import check_requirements
 from support.train_state import TrainingObjects, TrainState
 from support.units import human_count
 
@@ -72,6 +73,7 @@ class Run:
             (run.before, run.kept, run.facts["started_at"])
         )
         ctx.failures.on_failure.append(run.fail)
+        check_requirements(args)  # after it, because results.json tells why a run is skipped
         run.target = export.target_of(args, run.folder, run.before)
         run.target.repository = push.open_repository(args, run.folder, ctx)
         memory = run.memory = MemoryByPhase(ctx.device)
@@ -329,9 +331,11 @@ def read_results(path: Path) -> dict | None:
     """Return the results.json of an earlier run; None if there is none or it is damaged."""
     try:
         results = atomic.read_json(path)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
-    return results if isinstance(results, dict) and "status" in results else None
+    if not isinstance(results, dict) or not isinstance(results.get("status"), str):
+        return None
+    return None if results["status"] == "completed" and "steps" not in results else results
 
 
 @contextlib.contextmanager

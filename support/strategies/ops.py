@@ -9,6 +9,7 @@ library. The ranks only load the libraries.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -127,6 +129,7 @@ def build(ops: list[str], print_line: Print, verbose: bool) -> None:
         text=True,
         errors="replace",
         start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends that one
+        preexec_fn=end_with_parent,
     ) as process:
         assert process.stdout is not None
         try:
@@ -140,6 +143,12 @@ def build(ops: list[str], print_line: Print, verbose: bool) -> None:
             raise
     if process.returncode:
         raise MissingRequirement(failed[0] if failed else f"{', '.join(ops)}: not compiled.")
+
+
+def end_with_parent() -> None:
+    """In a new process: let the kernel send it SIGTERM when its parent ends in any way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 @functools.cache
