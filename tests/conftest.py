@@ -36,20 +36,8 @@ STRATEGIES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
 # steps, all of them the same work for every strategy and split. The heavy weight decay makes a
 # difference in the parameter groups show.
 SAME_WORK = [
-    "--seq_length",
-    "32",
-    "--num_samples",
-    "37",
-    "--epochs",
-    "2",
-    "--dropout",
-    "0",
-    "--eval_samples",
-    "9",
-    "--weight_decay",
-    "1",
-    "--lr",
-    "1e-3",
+    *"--seq_length 32 --num_samples 37 --epochs 2 --dropout 0 --eval_samples 9".split(),
+    *"--weight_decay 1 --lr 1e-3".split(),
 ]
 SPLIT = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]  # on two ranks
 
@@ -343,13 +331,7 @@ def fp32_run(script, tmp_path_factory):
             done[strategy] = script(
                 *SAME_WORK,
                 *SPLIT,
-                "--precision",
-                "fp32",
-                "--strategy",
-                strategy,
-                "--generate",
-                "The",
-                "--profile_memory",
+                *f"--precision fp32 --strategy {strategy} --generate The --profile_memory".split(),
                 launcher="torchrun",
                 ranks=2,
                 program=FAULT,

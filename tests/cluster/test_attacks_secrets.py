@@ -57,20 +57,8 @@ def test_no_secret_in_any_file_of_a_run(script, tmp_path, strategy):
         "HF_HOME": tmp_path / "home",
     }
     run = script(
-        "--strategy",
-        strategy,
-        "--num_samples",
-        "8",
-        "--seq_length",
-        "32",
-        "--no_eval",
-        "--save_every",
-        "1",
-        "--report_to",
-        "tensorboard,wandb",
-        "--verbose",
-        "--profile",
-        tmp_path / "trace",
+        *f"--strategy {strategy} --num_samples 8 --seq_length 32 --no_eval --save_every 1".split(),
+        *f"--report_to tensorboard,wandb --verbose --profile {tmp_path / 'trace'}".split(),
         env=env,
     )
     files = [

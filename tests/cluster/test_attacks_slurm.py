@@ -37,11 +37,7 @@ def test_slurm_gives_a_job_what_it_requested(slurm, generate, tmp_path):
         assert (
             generate(
                 *SLURM,
-                "--num_nodes",
-                "2",
-                "--num_gpus_per_node",
-                "4",
-                "--output",
+                *"--num_nodes 2 --num_gpus_per_node 4 --output".split(),
                 f"{name}.slurm",
                 *more,
             ).code

@@ -12,18 +12,8 @@ from conftest import PROJECT
 
 # Global batch of 4 blocks on two ranks; 10 steps.
 WORK = [
-    "--seq_length",
-    "32",
-    "--num_samples",
-    "40",
-    "--batch_size",
-    "2",
-    "--dropout",
-    "0",
-    "--no_eval",
-    "--precision",
-    "fp32",
-    "--no_export",
+    *"--seq_length 32 --num_samples 40 --batch_size 2 --dropout 0 --no_eval --precision fp32".split(),
+    *"--no_export".split(),
 ]
 
 

@@ -266,13 +266,6 @@ def test_output_dir_that_holds_another_run(refused, script):
     first = script("--max_steps", "1", "--no_eval", "--seq_length", "32")
     assert "--overwrite" in refused("--output_dir", first.folder)
     script(
-        "--max_steps",
-        "1",
-        "--no_eval",
-        "--seq_length",
-        "32",
-        "--output_dir",
-        first.folder,
-        "--overwrite",
+        *f"--max_steps 1 --no_eval --seq_length 32 --output_dir {first.folder} --overwrite".split()
     )
     assert "is a file" in refused("--output_dir", first.folder / "results.json")

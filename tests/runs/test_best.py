@@ -14,13 +14,7 @@ WORK = (
 def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
     work = [
         *WORK,
-        "--early_stopping_patience",
-        "2",
-        "--load_best_at_end",
-        "--keep_last",
-        "1",
-        "--output_dir",
-        tmp_path,
+        *f"--early_stopping_patience 2 --load_best_at_end --keep_last 1 --output_dir {tmp_path}".split(),
     ]
     run = script(*work, folder=tmp_path)
     evaluations = {
@@ -39,17 +33,8 @@ def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
     ]  # measured although nobody knew which step would be the last
     assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
     exported = script(
-        "--model",
-        tmp_path / "hf",
-        "--dataset",
-        "pydocs",
-        "--eval_only",
-        "--eval_samples",
-        "16",
-        "--seq_length",
-        "32",
-        "--precision",
-        "fp32",
+        *f"--model {tmp_path / 'hf'} --dataset pydocs --eval_only --eval_samples 16".split(),
+        *"--seq_length 32 --precision fp32".split(),
     )
     assert exported.results["eval_loss"] == pytest.approx(found["best_eval_loss"], rel=1e-5)
     again = script(
@@ -94,19 +79,9 @@ def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
         and len(list((run.folder / "checkpoints").glob("step-*"))) == 1
     )
     loaded = script(
-        "--model",
-        run.folder / "hf",
-        "--dataset",
-        "pydocs",
-        "--eval_only",
-        "--generate",
+        *f"--model {run.folder / 'hf'} --dataset pydocs --eval_only --generate".split(),
         "A list is",
-        "--seq_length",
-        "32",
-        "--precision",
-        "fp32",
-        "--eval_samples",
-        "16",
+        *"--seq_length 32 --precision fp32 --eval_samples 16".split(),
     )
     assert loaded.results["eval_loss"] == pytest.approx(run.results["best_eval_loss"], rel=1e-5)
     assert loaded.results["sample"] == run.results["sample"]

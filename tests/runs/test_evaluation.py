@@ -34,21 +34,8 @@ def expected(llama, text_file):
 @pytest.mark.parametrize("strategy, ranks", [("dp", 1), ("dp", 2), ("zero3", 2), ("fsdp", 2)])
 def test_evaluation_equals_transformers(script, llama, text_file, expected, strategy, ranks):
     run = script(
-        "--model",
-        llama,
-        "--dataset",
-        text_file,
-        "--seq_length",
-        SEQ_LENGTH,
-        "--eval_only",
-        "--eval_samples",
-        BLOCKS,
-        "--batch_size",
-        "2",
-        "--precision",
-        "fp32",
-        "--strategy",
-        strategy,
+        *f"--model {llama} --dataset {text_file} --seq_length {SEQ_LENGTH} --eval_only".split(),
+        *f"--eval_samples {BLOCKS} --batch_size 2 --precision fp32 --strategy {strategy}".split(),
         launcher="torchrun" if ranks > 1 else "python",
         ranks=ranks,
     )
@@ -95,19 +82,8 @@ def test_perplexity_of_a_whole_document(script, llama, tmp_path):
             for some in blocks.split(32)
         ]
     run = script(
-        "--model",
-        folder,
-        "--dataset",
-        file,
-        "--validation_file",
-        file,
-        "--eval_only",
-        "--seq_length",
-        "128",
-        "--batch_size",
-        "16",
-        "--precision",
-        "fp32",
+        *f"--model {folder} --dataset {file} --validation_file {file} --eval_only --seq_length 128".split(),
+        *"--batch_size 16 --precision fp32".split(),
     )
     assert run.results["dataset"]["validation"]["tokens"] == len(ids)
     assert run.results["perplexity"] == pytest.approx(

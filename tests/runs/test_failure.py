@@ -74,12 +74,7 @@ def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(scrip
     """DeepSpeed leaves out such an update under zero3, and not in bf16 under zero1."""
     run = script(
         *WORK,
-        "--strategy",
-        strategy,
-        "--precision",
-        "bf16",
-        "--save_every",
-        "1",
+        *f"--strategy {strategy} --precision bf16 --save_every 1".split(),
         program=FAULT,
         env={"FAULT": "infinite:3"},
         ok=False,

@@ -66,10 +66,7 @@ def test_out_of_memory_is_reported_although_nothing_is_left(script):
     """The report needs memory of its own: for a thread, a file, a line."""
     run = script(
         *WORK,
-        "--max_steps",
-        "3",
-        "--no_eval",
-        "--no_export",
+        *"--max_steps 3 --no_eval --no_export".split(),
         program=FAULT,
         env={"FAULT": "oom:2"},
         ok=False,

@@ -8,13 +8,7 @@ from memory_checks import WORK, assert_as_predicted
 def test_profile_memory_shows_phases_kinds_and_ranks(script):
     run = script(
         *WORK,
-        "--strategy",
-        "infinity",
-        "--max_steps",
-        "3",
-        "--no_eval",
-        "--no_export",
-        "--profile_memory",
+        *"--strategy infinity --max_steps 3 --no_eval --no_export --profile_memory".split(),
         launcher="torchrun",
         ranks=2,
     )
