@@ -37,8 +37,3 @@ def test_its_command_on_files(script, llama, text_file, tmp_path):
     )
     assert evaluated.losses == []
     assert evaluated.results["eval_loss"] == pytest.approx(run.results["eval_loss"], rel=1e-3)
-
-
-def test_an_error_names_the_flag_that_was_given(script, tmp_path):
-    run = script("--train_file", tmp_path / "missing.txt", ok=False)
-    assert run.code == 2 and f"--train_file {tmp_path}/missing.txt" in run.error
