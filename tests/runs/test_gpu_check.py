@@ -57,6 +57,26 @@ def test_packing_and_accumulation_on_a_cpu(tmp_path):
     assert [verdict for verdict, _, _ in some.lines] == ["PASS", "PASS"], some.lines
 
 
+def test_shares_of_kernels():
+    def event(category, name, start, seconds):
+        return {"cat": category, "name": name, "ts": start, "dur": seconds}
+
+    events = [
+        event("kernel", "flash_fwd", 0, 10),
+        event("kernel", "vectorized_elementwise", 10, 20),
+        event("gpu_user_annotation", "head", 40, 30),
+        event("kernel", "gemm", 40, 25),
+        event("kernel", "gemm", 80, 20),
+        event("cpu_op", "aten::mm", 0, 1000),
+    ]
+    shares = gpu_check.kernel_shares(events)
+    assert {part: round(share, 6) for part, share in shares.items() if share} == {
+        **{"head": 0.25, "attention": 0.1, "elementwise": 0.2},
+        **{"matrix products": 0.2, "idle": 0.25},
+    }
+    assert gpu_check.kernel_shares(events[2:3]) == {}
+
+
 def test_broken_run_is_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "SCRIPT", FAULT)
     monkeypatch.setattr(bench, "SCRIPT", FAULT)
@@ -154,6 +174,11 @@ class Pretended(bench.Bench):
             run["files"][command[2]] = json.dumps({"steps": 10, "calls": calls})
         if "--lora_r" in flags:
             run["files"]["hf/adapter_model.safetensors"] = ""
+        if "--profile" in flags:
+            kernel = {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 2}
+            trace = Path(flags["--profile"]) / "trace-rank0.json"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(json.dumps({"traceEvents": [kernel]}))
         if "benchmarks.peers" in command:
             # As benchmarks/peers.py does: a program alone has no ratio.
             programs = flags["--only"].split(",")
@@ -262,6 +287,7 @@ FAULTS = [
     (4, at("simulated-8-gpt2-fsdp", results=peak_of(10)), "fsdp, gpt2, 8 simulated GPUs: predic"),
     (4, at("simulated-4-gpt2-medium-zero3", results=peak_of(9.1)), "gpt2-medium on 4 simulated"),
     (5, at("speed-compiled", code=1, log="TypeError: y"), "speed, One GPU, bf16, 32 sequences, c"),
+    (5, at("profile", code=1), "profile of a step: exit code 1"),
     (6, at("torchrun-zero3", losses=OFF), "torchrun, 2 ranks, zero3: loss off"),
     (6, at("srun-dp", results={"world_size": 1}), "srun, 2 ranks, dp: 1 ranks instead of 2"),
     (7, at("accumulation", losses=OFF), "accumulation: loss off"),
