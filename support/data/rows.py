@@ -148,9 +148,10 @@ def _open_files(name: str, args: Arguments, options: RowOptions) -> Source:
 
 def _source_of_files(name: str, files: list[Path], digest: str, options: RowOptions) -> Source:
     def rows(position: Position | None) -> PlacedRows:
+        alone = len(files) == 1
         first, skip = (position["file"], position["row"]) if position else (0, 0)
         for number in range(first, len(files)):
-            for row, content in enumerate(contents_of_file(files[number], options)):
+            for row, content in enumerate(contents_of_file(files[number], options, alone)):
                 if number > first or row >= skip:
                     yield {"file": number, "row": row}, content
 
@@ -180,9 +181,11 @@ def type_of(file: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix != ".gz"), "")
 
 
-def contents_of_file(file: Path, options: RowOptions) -> Iterator[Content]:
+def contents_of_file(file: Path, options: RowOptions, alone: bool = False) -> Iterator[Content]:
     """Yield the rows of a file, or the only document of a text file.
 
+    Args:
+        alone: whether the corpus has no other file, so that a text file cannot be left out.
     Raises:
         UserError: during iteration, also over the pieces of a document: the file cannot be read, or
             the rest of it is not of its format.
@@ -195,6 +198,8 @@ def contents_of_file(file: Path, options: RowOptions) -> Iterator[Content]:
     try:
         first = next(pieces, "")
     except UserError as error:
+        if alone:
+            raise
         yield BadRow(str(error))
     else:
         yield Document(str(file), chain([first], pieces), "text files", is_file=True)

@@ -273,3 +273,12 @@ def test_a_chat_template_that_fails(tokenizer, template, ends, said):
     assert isinstance(found, UserError) and re.search(said, str(found)), found
     assert ends or "chat.jsonl, line 7" in str(found)
     assert "\n" not in str(found)
+
+
+def test_max_bad_rows_is_named_only_where_it_helps(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "rows.jsonl").write_text(f"{FINE}\n{{\n")
+    for name, helps in (("a.txt", False), ("rows.jsonl", True), ("", True)):
+        with pytest.raises(UserError) as error:
+            tokenized(tokenizer, tmp_path / name, tmp_path.parent / "cache")
+        assert ("--max_bad_rows" in str(error.value)) is helps
