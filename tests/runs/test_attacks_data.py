@@ -48,8 +48,12 @@ def tokenized(tokenizer, dataset, root, bad=0, include=None, said=None):
 
 
 def items(path):
-    """What a file or folder holds: its texts, and its bad rows."""
-    rows = [content for _, content in open_path(path).splits["train"](None)]
+    """What a file or folder holds: its texts, and its bad rows (also that it cannot be read)."""
+    rows = []
+    try:
+        rows += (content for _, content in open_path(path).splits["train"](None))
+    except UserError as error:
+        rows.append(BadRow(str(error)))
     texts = ["".join(row.pieces) for row in rows if isinstance(row, Document)]
     return texts, [str(row) for row in rows if isinstance(row, BadRow)]
 
