@@ -6,13 +6,14 @@ import sys
 from typing import NoReturn
 
 from support.cli.arguments import Arguments, datasets_of
-from support.cli.paths import is_local_dataset
+from support.cli.paths import is_local_dataset, is_local_model
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.console import Console
 from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.hub_cache import cache_folder, huggingface_home
+from support.known_models import EMBEDDED_MODEL
 from support.model import resolve as models
 
 
@@ -24,7 +25,9 @@ def prefetch(args: Arguments, launch: Launch) -> NoReturn:
     """
     console = Console(launch.is_main, args.quiet, args.verbose)
     with DistContext.alone(launch, console) as ctx:
-        console.print0(f"⏳ Reading {args.model}, or downloading it")
+        remote = not (is_local_model(args.model) or args.model == EMBEDDED_MODEL)
+        verb = "Downloading, unless it is in the cache," if remote else "Reading"
+        console.print0(f"⏳ {verb} {args.model}")
         tokenizer, _ = models.find_tokenizer(args, ctx)
         if not args.streaming:
             console.print0(f"⏳ Preparing the dataset {args.dataset}")

@@ -41,7 +41,7 @@ from support.data.chat import (
     use_plain_template,
 )
 from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
-from support.data.rows import PlacedRows, Source, open_source
+from support.data.rows import PlacedRows, Source, evaluates_only, open_source
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder
@@ -82,6 +82,8 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
         source = open_source(name, args, RowOptions.of(args, has_own_template(tokenizer)))
         for line in source.counts:
             ctx.console.print0(f"📂 {line}")
+        if evaluates_only(args) and "train" in source.splits:
+            ctx.console.print0("ℹ️  All text is tokenized: a part of it is the validation data.")
         cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
         with ctx.console.bar("Tokenizing", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.update, args.max_bad_rows)

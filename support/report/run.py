@@ -152,6 +152,8 @@ class Run:
         if args.generate:  # fails on an unusable prompt before the training
             self._prompt(args, spec, dataset)
         count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
+        if args.eval_only:
+            count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
         print0, whole = self.ctx.console.print0, spec.parameters
         print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:

@@ -25,3 +25,9 @@ def test_after_prefetch_the_run_needs_no_hub(script, hub, tmp_path):
     assert sorted((tmp_path / "hf" / "distributed_training").iterdir()) == cached, (
         "it was tokenized a second time"
     )
+
+
+def test_a_local_model_is_read_and_not_downloaded(script, llama, text_file, tmp_path):
+    cache = tmp_path / "cache"
+    run = script(*f"--model {llama} --dataset {text_file} --prefetch --cache_dir {cache}".split())
+    assert "ownload" not in run.out and f"tokens in {cache}" in run.out and any(cache.iterdir())
