@@ -112,7 +112,7 @@ def test_port_that_is_taken(script):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        env = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+        env = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
         env["MASTER_PORT"] = taken.getsockname()[1]
         run = script("--check", env=env, ok=False)
     assert run.code == 1 and str(env["MASTER_PORT"]) in run.error and "--master_port" in run.error
