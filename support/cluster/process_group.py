@@ -105,8 +105,8 @@ def connect_ranks(ctx: DistContext, seconds: float, hang_seconds: int) -> dist.S
         return FakeStore()
     seconds = min(seconds, ARRIVAL_SECONDS)
     faulthandler.dump_traceback_later(2 * seconds + 15, exit=True)  # calls to a hung store block
-    # A process without a launcher is alone, and needs no port.
-    alone = ctx.launch.launcher == "python"
+    # A single process without a launcher needs no port.
+    alone = ctx.world_size == 1 and ctx.launch.launcher == "python"
     store = dist.HashStore() if alone else connect(ctx.launch, seconds)
     versions_here = {name: text for name, text in versions().items() if name in SAME_ON_ALL}
     entry = {
