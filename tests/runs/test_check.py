@@ -94,7 +94,7 @@ def limited(command, files):
 def test_few_open_files(tmp_path):
     code, out = limited([sys.executable, SCRIPT, "--check"], 100)
     assert code == 1 and "ulimit -n 65536" in out
-    code, out = limited([sys.executable, SCRIPT, "--max_steps", "2", "--output_dir", tmp_path], 14)
+    code, out = limited([sys.executable, SCRIPT, "--max_steps", "2", "--output_dir", tmp_path], 12)
     assert code != 0 and "Too many open files" in out and "ulimit -n 65536" in out
 
 
