@@ -6,6 +6,7 @@ digests of its files, and the facts that the writer stores about them.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -56,6 +57,8 @@ class Cache:
         try:
             return folder, self._write(folder, write, is_damaged)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # another folder would not help
+                raise
             raise UserError(
                 f"The cache {self.root} cannot be written ({error.strerror or error}): "
                 "use --cache_dir."
