@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from support import process
-from support.cluster import process_group, watchdog
+from support.cluster import comm_volume, process_group, watchdog
 from support.cluster.failures import FailureMonitor
 from support.cluster.launch import Launch
 from support.cluster.stop_signal import StopSignal
@@ -23,6 +23,12 @@ from support.train_state import TrainState
 
 def launch_of(rank: int, size: int) -> Launch:
     return Launch("torchrun", rank, rank, size, size, 0, "a", 29500)
+
+
+@pytest.fixture(autouse=True)
+def uncounted(monkeypatch):
+    """torch registers the functions that count collectives once in a process, and not per rank."""
+    monkeypatch.setattr(comm_volume.Traffic, "start", lambda self: None)
 
 
 class Ranks:
