@@ -71,8 +71,6 @@ from support.strategies import fsdp, gradients
 from support.strategy import STRATEGIES
 from support.train_state import TrainState
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
     """Load, wrap, resume, train, evaluate, export and report.
@@ -348,9 +346,9 @@ def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
     mixed-precision policy in bf16.
     """
     is_engine = hasattr(model, "set_gradient_accumulation_boundary")
-    converted = is_engine or (fsdp.is_sharded(model) and ctx.precision == "bf16")
+    converted = is_engine or (fsdp.is_fsdp_module(model) and ctx.precision == "bf16")
     enabled = ctx.precision != "fp32" and not converted
-    return torch.autocast(ctx.device.type, DTYPES[ctx.precision], enabled=enabled)
+    return torch.autocast(ctx.device.type, ctx.dtype, enabled=enabled)
 
 
 @contextlib.contextmanager
@@ -360,7 +358,7 @@ def gradient_sync(model: nn.Module, needed: bool) -> Iterator[None]:
     With gradient accumulation only the last micro-batch of a step needs it. Until then FSDP stores
     whole gradients: less communication for more memory.
     """
-    if fsdp.is_sharded(model):
+    if fsdp.is_fsdp_module(model):
         model.set_requires_gradient_sync(needed)
     skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
     with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():

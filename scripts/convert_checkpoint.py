@@ -62,7 +62,7 @@ def main() -> None:
 def run(args) -> None:
     """Inspect or convert the checkpoint; the imports take seconds, which --help should not wait."""
     from support.checkpoints import convert, foreign
-    from support.model.weights import DTYPES
+    from support.cluster.context import DTYPES
 
     def write(folder: Path) -> None:
         if args.to == "checkpoint":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +27,7 @@ from support.checkpoints.find import Found, check_optimizer, find_checkpoint, ve
 from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import FirstError, OutOfMemory, Preempted, TrainingError, UserError, explain
+from support.errors import FirstError, OutOfMemory, TrainingError, UserError, explain
 from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
@@ -211,8 +210,8 @@ class CheckpointManager:
             if old not in ("", files.marked(self.folder, "best")) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
 
-    def save_before_stop(self, state: TrainState) -> Preempted:
-        """Save a checkpoint because of a stop signal, and return the exception that ends the run.
+    def save_before_stop(self, state: TrainState) -> None:
+        """Save a checkpoint because of a stop signal.
 
         Raises:
             TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
@@ -220,7 +219,6 @@ class CheckpointManager:
         if not self.may_save:
             raise TrainingError("Stopped by a signal, without a checkpoint.")
         self.save(state)
-        return Preempted(self.model)
 
     def _mark(self, mark: str, step: int) -> None:
         name = files.step_folder(self.folder, step).name
@@ -311,7 +309,9 @@ class CheckpointManager:
             atomic.sync(self.folder.parent)
             self._mark("latest", files.step_of(final))
             atomic.sync(self.folder)
-            for old in files.list_checkpoints(self.folder)[self.args.keep_last or sys.maxsize :]:
+            if not self.args.keep_last:
+                return
+            for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:
                 if old.name != files.marked(self.folder, "best"):
                     shutil.rmtree(old, ignore_errors=True)
         except OSError as error:

@@ -18,6 +18,8 @@ from support.cluster.stop_signal import StopSignal
 from support.console import Console
 from support.errors import TrainingError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class DistContext:
     """This process among the ranks: its place, its device, and collectives of Python objects.
@@ -56,6 +58,11 @@ class DistContext:
             ctx.temporary.clean_up()
         except BaseException as error:
             ctx.failures.end_failed(error)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of `precision`."""
+        return DTYPES[self.precision]
 
     def mesh(self, hybrid: bool) -> DeviceMesh:
         """Return the device mesh of all ranks, for FSDP.

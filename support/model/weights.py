@@ -20,7 +20,6 @@ from support.errors import UserError, first_line
 from support.files.atomic import TemporaryFolder
 from support.files.safetensors_writer import save_file
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Errors of a forward pass with fake tensors that do not show an error of the model.
 NOT_WITH_FAKE_TENSORS = (
     fake_tensor.DataDependentOutputException,
@@ -45,7 +44,7 @@ def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
         # Earlier versions of torch require one dtype of all parameters of a module.
         if "trainable_params" not in FSDPParamGroup._init_mp_dtypes.__code__.co_varnames:
             return torch.float32
-    return DTYPES[ctx.precision]
+    return ctx.dtype
 
 
 def from_folder(

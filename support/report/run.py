@@ -20,7 +20,7 @@ from support.cluster.restart import Restart, restart_values
 from support.cluster.tuning import keep_freed_memory
 from support.data.batches import total_steps
 from support.data.chat import Prompt, prompt_of
-from support.errors import UserError
+from support.errors import Preempted, UserError
 from support.files import atomic
 from support.memory.fit import ways_to_fit
 from support.memory.measure import MemoryByPhase
@@ -239,7 +239,7 @@ class Run:
             Preempted: the checkpoint is complete.
             TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
         """
-        preempted = self.manager.save_before_stop(state)
+        self.manager.save_before_stop(state)
         reason = "stopped by a signal; a checkpoint was saved"
         self.update(status="preempted", reason=reason, **summary.progress(state.counters()))
         self._write()
@@ -248,7 +248,7 @@ class Run:
             "resume with --resume"
         )
         self._close()
-        raise preempted
+        raise Preempted(self.manager.model)
 
     def finish(self, args: Arguments, state: TrainState, eval_loss: float | None, casting) -> None:
         """Summarize the run, export the model, and print a sample of its text.

@@ -22,7 +22,6 @@ from support.cli.ds_config import (
     write_ds_config,
 )
 from support.cluster.context import DistContext
-from support.model.weights import DTYPES
 from support.strategies import ops, requirements
 from support.strategy import Strategy
 
@@ -70,7 +69,7 @@ def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
     if strategy.uses_nvme:
         buffers = config["zero_optimization"].get("offload_param", {})
         elements = buffers.get("buffer_count", 5) * buffers.get("buffer_size", 0)
-        requirements.check_locked_memory(DTYPES[ctx.precision].itemsize * elements)
+        requirements.check_locked_memory(ctx.dtype.itemsize * elements)
     if args.eval_only:
         config.pop("optimizer", None)
     return config
@@ -110,7 +109,7 @@ def partition_parameters(model: nn.Module, args: Arguments, ctx: DistContext) ->
 
     with quiet(args.verbose):
         deepspeed.zero.Init(
-            module=OneByOne(model, DTYPES[ctx.precision]), config_dict_or_path=args.ds_config_dict
+            module=OneByOne(model, ctx.dtype), config_dict_or_path=args.ds_config_dict
         )
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(ctx.device)

@@ -4,7 +4,7 @@ import pytest
 
 from support.errors import explain
 
-# What cannot happen here, in the words of the libraries that say it, and a word of the advice.
+# Messages of libraries that this machine cannot produce, and a word of the advice for each.
 ERRORS = [
     (
         "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error",
