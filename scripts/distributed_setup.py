@@ -9,12 +9,10 @@
         --use_deepspeed
     python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 \\
         --num_gpus_per_node 8 --time_limit 48:00:00
-    python scripts/distributed_setup.py slurm --config config.yaml --requeue \\
-        --results runs/short --max_steps 50000
 
-The last command also prints how many jobs the run needs and how often it should save. Each file
-contains the command that generated it. A generated file that was not edited is replaced; any other
-existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags.
+Each file contains the command that generated it. A generated file that was not edited is replaced;
+any other existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags.
+`plan_memory.py --time_limit` plans how many jobs a run needs, and how often it should save.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from support.cli.parse import parse_arguments
 from support.cluster import setup_files
 from support.errors import TrainingError, UserError
 from support.files.atomic import write_text
-from support.report.cost import slurm_budget
 
 COUNT = kinds.whole(1, 100_000)
 PORT = kinds.whole(1024, 65535)
@@ -110,15 +107,6 @@ def build_parser() -> kinds.Parser:
     slurm("--requeue", action="store_true", help=said)
     said = "time of the signal to save before the limit (default: 120; needs --requeue)"
     slurm("--signal_seconds", type=kinds.whole(1, 65535), metavar="S", help=said)
-    # Of the budget that is printed, see support/report/cost.py.
-    slurm("--results", type=kinds.name, metavar="RUN", help="print the jobs of the run")
-    slurm("--hours", type=kinds.positive_float, metavar="H", help="length: hours of training")
-    slurm("--max_steps", type=kinds.max_steps, metavar="N", help="length: optimizer steps")
-    for name in ("save", "step"):
-        said = f"time of a {name}, if not measured"
-        slurm(f"--{name}_seconds", type=kinds.positive_float, metavar="S", help=said)
-    said = "hours between failures of a GPU (default: 50000)"
-    slurm("--mtbf", type=kinds.positive_float, metavar="H", help=said)
     return parser
 
 
@@ -146,7 +134,7 @@ def main() -> None:
         "launcher": setup_files.launch_script,
         "slurm": setup_files.slurm_job,
     }[args.command]
-    output, budget = shlex.quote(str(args.output)), ""
+    output = shlex.quote(str(args.output))
     following = f"python real_model_example.py --ds_config {output}"
     if args.command == "fsdp":
         following = f"python real_model_example.py --strategy fsdp --fsdp_config {output}"
@@ -162,7 +150,6 @@ def main() -> None:
             by_hand = args.command == "launcher" and not hosts and args.num_nodes > 1
             following = f"{'sbatch' if args.command == 'slurm' else 'bash'} {output}"
             following += "    # on each machine, with NODE_RANK=0, 1, …" * by_hand
-            budget = slurm_budget(args) if args.command == "slurm" else ""
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)
         if args.command in ("launcher", "slurm"):
@@ -175,8 +162,6 @@ def main() -> None:
             "ℹ️  --use_deepspeed is for a single node without --hosts and --requeue: this script "
             "starts the ranks with torchrun or srun. The strategy is that of the run file."
         )
-    if budget:
-        print(f"\n{budget}")
 
 
 if __name__ == "__main__":

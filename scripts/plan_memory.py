@@ -5,24 +5,20 @@
     python scripts/plan_memory.py --model path/to/config.json --gpus 8 --gpu_memory 80 \\
         --seq_length 4096
 
-It prints which strategies fit, and the command to run the simplest of them; with --details what
-each kind of memory takes, and with --explain every term of the estimate. Without --gpu_memory it
-plans processes on CPUs. --solve answers another question for each strategy: the largest batch, the
-largest model of GPT-2's shape, the fewest GPUs.
+It prints which strategies fit, and the command to run the simplest of them; with --explain every
+term of the estimate. Without --gpu_memory it plans processes on CPUs. --solve finds for each
+strategy the largest batch or the fewest GPUs.
 
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16 --solve batch
-    python scripts/plan_memory.py --gpus 4 --gpu_memory 24 --solve model
-    python scripts/plan_memory.py --model gpt2-xl --gpu_memory 16 --solve gpus
 
 With an amount of work and a rate it also prints the cost: optimizer steps, hours, price, energy;
-with --time_limit also the number of Slurm jobs.
+with --time_limit the Slurm jobs, and with --bandwidth the speed on more GPUs or nodes.
 
-    python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 80 --tokens 1000000000 \\
-        --device A100 --price 2.5 --watts 400
+    python scripts/plan_memory.py --model gpt2-xl --nodes 2 --gpu_memory 80 --tokens 1000000000 \\
+        --device A100 --bandwidth 10 --price 2.5 --watts 400 --time_limit 24:00:00 --save_seconds 60
 
-The formulas and their sources are in support/memory/estimate.py; docs/PLAN.md compares
-them with measurements. Exit codes: 0; 1 if nothing fits, or if --measure
-fails; 2 for wrong usage.
+docs/PLAN.md explains the estimate and compares it with measurements. Exit codes: 0; 1 if nothing
+fits, or if --measure fails; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ from support.cli import argument_types as kinds
 from support.cli.argument_types import Options
 from support.cli.arguments import choose_seq_length
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.known_models import EMBEDDED_MODEL, name_on_hub
+from support.known_models import name_on_hub
 from support.memory import fit
 from support.memory.activations import STEP
 from support.memory.architectures import find_architecture
@@ -57,75 +53,70 @@ from support.report import cost
 from support.text_tables import text_table
 from support.units import GB
 
-# The answers of --solve: what it finds, and its key in --json.
-SOLVED = {
-    "batch": ("largest batch", "batch_size"),
-    "model": ("largest model", "parameters"),
-    "gpus": ("fewest GPUs", "gpus"),
-}
+SIZE = kinds.positive_float
 MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
     Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2, Llama, Mistral,
     Qwen, GPT-NeoX) (default: gpt2)"""
-GELU = "compute GPT-2's activation as transformers does"
+# Name, type, placeholder and help of flags; those of a run are named as in real_model_example.py.
+FLAGS = (
+    ("gpus", kinds.ranks, "N", "number of ranks, one per GPU (default: 1)"),
+    ("gpus_per_node", kinds.ranks, "N", "of one node (default: --gpus, at most 8)"),
+    ("nodes", kinds.ranks, "N", "nodes of --gpus_per_node GPUs, instead of --gpus"),
+    ("gpu_memory", SIZE, "GB", "of one GPU, as in nvidia-smi (2^30 bytes) (default: plan CPUs)"),
+    ("host_memory", SIZE, "GB", "of a node, for offload, infinity and CPU processes"),
+    ("nvme_free", SIZE, "GB", "of a node's disk, for infinity"),
+    ("batch_size", kinds.batch, "N", "sequences per GPU in a micro-batch (default: 4)"),
+    ("seq_length", kinds.block_length, "N", "tokens in a sequence (default: as for a run)"),
+    ("gradient_accumulation_steps", kinds.batch, "N", "micro-batches per step (default: 1)"),
+    ("lora_r", kinds.rank_of_adapters, "R", "train adapters of this rank, freeze the rest"),
+    ("lora_targets", kinds.word, "LIST", "the layers that get an adapter"),
+)
 SWITCHES = {
+    "--no_fused_gelu": "compute GPT-2's activation as transformers does",
     "--load_in_4bit": "frozen weights in 4 bits; needs --lora_r",
     "--gradient_checkpointing": "recompute activations in backward",
     "--isolate_documents": "as for --isolate_documents or --packing",
-    "--details": "print memory by kind, host memory, NVMe and traffic",
     "--explain": "print each term of the estimate, by phase of a step",
     "--json": "print JSON instead (bytes)",
+    "--measure": "cost: measure the rate here, in 10 steps",
 }
+COST_FLAGS = (
+    ("tokens", kinds.tokens, "N", "tokens of the training data"),
+    ("epochs", kinds.epochs, "N", "passes over --tokens (default: 1)"),
+    ("max_steps", kinds.max_steps, "N", "optimizer steps, instead of --tokens"),
+    ("results", kinds.name, "RUN", "take the rate of this completed run (folder or results.json)"),
+    ("device", kinds.word, "GPU", "assume the rate of this GPU, A100 for example"),
+    ("mfu", kinds.real(1), "SHARE", "assumed share of its peak FLOP/s (default: 0.4)"),
+    ("bandwidth", SIZE, "GB/S", "add the time of sending, at the rate of a rank in --check"),
+    ("price", SIZE, "DOLLARS", "of a GPU-hour"),
+    ("watts", SIZE, "W", "electric power of a GPU"),
+    ("time_limit", kinds.word, "HH:MM:SS", "of a Slurm job: plan the jobs"),
+    ("save_seconds", SIZE, "S", "time of a save, for --time_limit (default: that of --results)"),
+    ("mtbf", SIZE, "H", "hours between failures of a GPU, for --time_limit (default: 50000)"),
+)
+ON_GPU = (
+    f"To fit, a GPU needs {100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB "
+    "more: fragmentation, CUDA context and NCCL."
+)
+ON_CPU = "A process also holds Python, the libraries, and memory that it keeps for reuse."
 
 
 def build_parser() -> kinds.Parser:
-    """Build the parser; flags of a run have the same names as in real_model_example.py."""
+    """Build the parser."""
     parser = kinds.Parser.of_script(__doc__)
-    add, positive = parser.add_argument, kinds.positive_float
-    add("--model", type=kinds.name, default="gpt2", help=MODELS)
-    add("--gpus", type=kinds.ranks, help="number of ranks, one per GPU (default: 1)")
-    add("--gpus_per_node", type=kinds.ranks, help="of one node (default: --gpus, at most 8)")
-    add("--nodes", type=kinds.ranks, help="nodes of --gpus_per_node GPUs, instead of --gpus")
-    text = "of one GPU, as in nvidia-smi (2^30 bytes); without it CPU processes are planned"
-    add("--gpu_memory", type=positive, metavar="GB", help=text)
-    text = "of a node, for offload, infinity and CPU processes (default for these: this machine's)"
-    add("--host_memory", type=positive, metavar="GB", help=text)
-    add("--nvme_free", type=positive, metavar="GB", help="of a node's disk, for infinity")
-    text = "sequences per GPU in a micro-batch (default: 4)"
-    add("--batch_size", type=kinds.batch, default=4, help=text)
-    text = "tokens in a sequence (default: as in real_model_example.py)"
-    add("--seq_length", type=kinds.block_length, help=text)
-    text = "micro-batches per optimizer step (default: 1)"
-    add("--gradient_accumulation_steps", type=kinds.batch, default=1, help=text)
-    text = "train adapters of this rank, freeze the rest"
-    add("--lora_r", type=kinds.rank_of_adapters, metavar="R", help=text)
-    text = "the layers that get an adapter"
-    add("--lora_targets", type=kinds.word, metavar="LIST", help=text)
+    parser.add_argument("--model", type=kinds.name, default="gpt2", help=MODELS)
+    costs = parser.add_argument_group("cost (needs an amount of work and a rate)")
+    for group, flags in ((parser, FLAGS), (costs, COST_FLAGS)):
+        for name, kind, placeholder, text in flags:
+            group.add_argument(f"--{name}", type=kind, metavar=placeholder, help=text)
+    for flag, text in SWITCHES.items():
+        parser.add_argument(flag, action="store_true", help=text)
+    add = parser.add_argument
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
     add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
-    add("--no_fused_gelu", action="store_false", dest="fused_gelu", help=GELU)
-    for flag, text in SWITCHES.items():
-        add(flag, action="store_true", help=text)
-    text = "find the largest batch, the largest model of GPT-2's shape, or the fewest GPUs, for "
-    add("--solve", choices=tuple(SOLVED), help=f"{text} each strategy")
-    group = parser.add_argument_group("cost (needs an amount of work and a rate)")
-    add = group.add_mutually_exclusive_group().add_argument
-    add("--tokens", type=kinds.tokens, metavar="N", help="tokens to train on")
-    text = "tokens of the training data, for --epochs passes"
-    add("--dataset_tokens", type=kinds.tokens, metavar="N", help=text)
-    add("--max_steps", type=kinds.max_steps, help="optimizer steps")
-    add = group.add_mutually_exclusive_group().add_argument
-    text = "take the rate of this completed run (folder or results.json)"
-    add("--results", type=kinds.name, metavar="RUN", help=text)
-    add("--device", type=kinds.word, help="assume the rate of this GPU, A100 for example")
-    add("--measure", action="store_true", help="measure the rate here, in 10 steps")
-    add = group.add_argument
-    add("--epochs", type=kinds.epochs, help="passes over --dataset_tokens (default: 1)")
-    add("--mfu", type=kinds.real(1), help="assumed share of its peak FLOP/s (default: 0.4)")
-    add("--price", type=positive, help="dollars per GPU-hour")
-    add("--watts", type=positive, help="electric power of a GPU")
-    add("--time_limit", metavar="HH:MM:SS", help="of a Slurm job: print the number of jobs")
-    text = "time of a save, for --time_limit (default: that of --results)"
-    add("--save_seconds", type=positive, metavar="S", help=text)
+    text = "find the largest batch or the fewest GPUs for each strategy"
+    add("--solve", choices=("batch", "gpus"), help=text)
+    parser.set_defaults(batch_size=4, gradient_accumulation_steps=1)
     return parser
 
 
@@ -144,84 +135,67 @@ def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
     if args.nodes and args.gpus:
         raise UserError("--nodes and --gpus set the same number: leave one out.")
     gpus = args.nodes * (args.gpus_per_node or 8) if args.nodes else args.gpus or 1
-    model = find_architecture(args.model)
-    length = choose_seq_length(args, model.limit)
-    args = args.replace(model=name_on_hub(args.model), gpus=gpus, seq_length=length)
-    if gpus % ranks_per_node(args):
-        size = args.gpus_per_node or "8, the default: set it"
-        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {size}.")
+    per_node = min(args.gpus_per_node or 8, gpus)
+    if gpus % per_node:
+        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {per_node}: set it.")
     for flag in ("lora_targets", "load_in_4bit"):
         if getattr(args, flag) and not args.lora_r:
             raise UserError(f"--{flag} needs --lora_r.")
     if args.solve == "gpus" and not args.gpu_memory:
         raise UserError("--solve gpus needs --gpu_memory: processes on a CPU share its memory.")
     cost.is_planned(args)  # raises if its flags do not fit together
+    model = find_architecture(args.model)
+    length = choose_seq_length(args, model.limit)
+    args = args.replace(model=name_on_hub(args.model), gpus=gpus, seq_length=length)
+    args.fused_gelu = not args.no_fused_gelu
     work = workload_of(args, model, gpus, args.precision, args.isolate_documents)
     memory = (args.gpu_memory, args.host_memory, args.nvme_free)
     gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
     if gpu is None:
         # The processes of a node share its memory; it includes what offload keeps in it.
         host = host or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        gpu, host, work = host // ranks_per_node(args), None, replace(work, device="cpu")
-    return args, work, Limits(gpu, host, nvme, ranks_per_node(args))
-
-
-def ranks_per_node(args: Options) -> int:
-    """Return the number of the run's ranks on each node."""
-    return min(args.gpus_per_node or 8, args.gpus)
-
-
-# ------------------------------------------------------------------------------ the memory estimate
+        gpu, host, work = host // per_node, None, replace(work, device="cpu")
+    return args, work, Limits(gpu, host, nvme, per_node)
 
 
 def plan(args: Options, work: Workload, limits: Limits) -> int:
     """Print the memory estimate of every strategy, and a command; return the exit code."""
     needs = predict_all(work)
     chosen, changed = fit.recommend(work, limits)
-    command = run_command(args, changed, chosen.strategy) if chosen else None
-    spent = cost_of_plan(args, changed, chosen.strategy) if chosen else None
-    exit_code = EXIT_COMPLETED if chosen else EXIT_FAILED
+    command = spent = None
+    if chosen:
+        flags = run_flags(args, changed, chosen.strategy)
+        command = f"{launcher(args.gpus, limits)} real_model_example.py {shlex.join(flags)}"
+        spent = cost.cost_of(args, changed, chosen, flags) if cost.is_planned(args) else None
     if args.json:
         answer = {
             "model": args.model,
             "parameters": work.model.total,
             "gpus": args.gpus,
             "cuda_context_bytes": CUDA_CONTEXT,
-            "strategies": [as_dict(args, work, need, limits) for need in needs],
+            "strategies": [as_dict(work, need, limits) for need in needs],
             "recommended": chosen.strategy if chosen else None,
             "command": command,
         }
-        if spent:
-            entry = {"summary": spent.summary, **spent.values, "sources": spent.sources}
-            answer["cost"] = {**entry, "warnings": spent.warnings}
-        print(json.dumps(answer, indent=2))
-        return exit_code
-    print(f"{title(args, work, limits)}\n\n{estimates(args, work, needs, limits)}")
+        print(json.dumps(answer | ({"cost": spent.as_dict()} if spent else {}), indent=2))
+        return EXIT_COMPLETED if chosen else EXIT_FAILED
+    header, size = ("peak", "peak") if args.gpu_memory else ("process", "total")
+    rows = [(n.strategy, in_gb(getattr(n, size)), fits_how(work, n, limits)) for n in needs]
+    print(f"{title(args, work, limits)}\n\n{text_table(rows, ('strategy', header, 'fits'))}")
     for need in needs if args.explain else ():
         print(f"\n{explain(need)}")
     print("\nGB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout.")
-    if work.device == "cuda":
-        print(
-            f"To fit, a GPU needs {100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB "
-            "more: fragmentation, CUDA context and NCCL."
-        )
-    else:
-        print("A process also holds Python, the libraries, and memory that it keeps for reuse.")
+    print(ON_GPU if args.gpu_memory else ON_CPU)
     if chosen is None:
         print(
             "❌ Nothing fits, not even one sequence at a time. Use more GPUs (--solve gpus),\n"
-            "   a smaller model (--solve model), or a shorter --seq_length."
+            "   a smaller model, or a shorter --seq_length."
         )
-        return exit_code
-    reason = "No command: adapters on random weights learn nothing. Name a model with weights."
-    size = chosen.peak if args.gpu_memory else chosen.total
-    print(
-        f"Use {chosen.strategy}, the simplest strategy that fits ({size / GB:.1f} GB):\n\n"
-        f"    {command or reason}"
-    )
-    if spent:
-        print(f"\n{spent}" + (f"\n\n{jobs(args, spent)}" if args.time_limit else ""))
-    return exit_code
+        return EXIT_FAILED
+    used = getattr(chosen, size) / GB
+    print(f"Use {chosen.strategy}, the simplest strategy that fits ({used:.1f} GB):")
+    print(f"\n    {command}" + (f"\n\n{spent}" if spent else ""))
+    return EXIT_COMPLETED
 
 
 def title(args: Options, work: Workload, limits: Limits) -> str:
@@ -230,12 +204,10 @@ def title(args: Options, work: Workload, limits: Limits) -> str:
     options += ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
         options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
-    processor = "GPU" if args.gpu_memory else "CPU process"
-    plural = "" if args.gpus == 1 else "s" if args.gpu_memory else "es"
     memory = args.gpu_memory or round((limits.gpu or 0) / GB, 1)
     return (
-        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on "
-        f"{args.gpus} {processor}{plural} of {memory:g} GB:\n"
+        f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} x "
+        f"{'GPU' if args.gpu_memory else 'CPU process'} of {memory:g} GB:\n"
         f"{args.precision}, {args.batch_size} sequences of {args.seq_length} tokens each{options}"
     )
 
@@ -252,34 +224,6 @@ def fits_how(work: Workload, need: MemoryEstimate, limits: Limits) -> str:
     return "no"
 
 
-def estimates(args: Options, work: Workload, needs: list[MemoryEstimate], limits: Limits) -> str:
-    """Return the table of all strategies, of dp first; with --details what each kind takes."""
-    on_gpu, ranks = work.device == "cuda", limits.ranks_per_node
-    columns = KINDS if args.details else {"peak": "peak"} if on_gpu else {"process": "total"}
-    headers, rows = ["strategy", *columns, "fits"], []
-    for need in needs:
-        sizes = [in_gb(getattr(need, name)) for name in columns.values()]
-        rows.append([need.strategy, *sizes, fits_how(work, need, limits)])
-        if args.details:
-            elsewhere = map(in_gb, (need.host * ranks, need.nvme * ranks, need.sent))
-            rows[-1] += [*elsewhere, f"{need.sent / needs[0].sent:.2f}" if needs[0].sent else "—"]
-    if args.details:
-        headers += ["host\n/node", "NVMe\n/node", "sent\n/step", "sent\nvs dp"]
-    return text_table(rows, headers)
-
-
-# Header and attribute of MemoryEstimate, of each column of --details.
-KINDS = {
-    "para-\nmeters": "parameters",
-    "gradi-\nents": "gradients",
-    "opti-\nmizer": "optimizer",
-    "buffers": "buffers",
-    "activa-\ntions": "activations",
-    "logits": "logits",
-    "peak": "peak",
-}
-
-
 def explain(need: MemoryEstimate) -> str:
     """Return the table of --explain: each term of a strategy's estimate in the phases of a step."""
     places = [place for place in ("host", "nvme") if need.at(place)]
@@ -290,7 +234,8 @@ def explain(need: MemoryEstimate) -> str:
     ]
     rows.append(["sum", *(in_gb(need.at(column)) for column in columns)])
     table = text_table(rows, [need.strategy, "loss", "backward", "end", "update", *places])
-    return f"{table}\nThe peak is in: {need.phase_of_peak()}."
+    sent = f"A rank sends {need.sent / GB:.2f} GB per step."
+    return f"{table}\nThe peak is in: {need.phase_of_peak()}. {sent}"
 
 
 def in_gb(size: int) -> str:
@@ -298,112 +243,72 @@ def in_gb(size: int) -> str:
     return f"{size / GB:.2f}" if size else "—"
 
 
-def as_dict(args: Options, work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
+def as_dict(work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
     """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
     checkpointing = replace(work, gradient_checkpointing=True)
-    entry = {
+    return {
         "strategy": need.strategy,
         **{f"{name}_bytes": size for name, size in need.sizes().items()},
         "total_bytes": need.total,
         "fits": limits.hold(need),
         "largest_batch": fit.largest_batch(work, need.strategy, limits),
         "largest_batch_with_checkpointing": fit.largest_batch(checkpointing, need.strategy, limits),
+        "terms": [term._asdict() for term in need.terms],
     }
-    return entry | ({"terms": [term._asdict() for term in need.terms]} if args.explain else {})
 
 
-# ------------------------------------------------------------------------- the command and its cost
-
-
-def cost_of_plan(args: Options, work: Workload, strategy: str) -> cost.Cost | None:
-    """Return the cost of the recommended run; None if no flag asks for it."""
-    if not cost.is_planned(args):
-        return None
-    if args.device:
-        return cost.cost_of(args, work, cost.assumed_rate(args, work))
-    if args.measure:
-        run = cost.measure(run_flags(args, work, strategy), work)
-    else:
-        run = cost.read_run("--results", args.results)
-    return cost.cost_of(args, work, cost.measured_rate(*run, work, args.model, strategy))
-
-
-def jobs(args: Options, spent: cost.Cost) -> str:
-    """Return the Slurm jobs of the run, each saved before its limit and requeued."""
-    hours = spent.values["hours"]
-    step = None if args.results else 3600 * hours / spent.values["steps"]
-    flags = {"hours": hours, "max_steps": None, "step_seconds": step, "mtbf": None}
-    flags |= {"requeue": True, "signal_seconds": None}
-    flags |= {"num_nodes": 1, "num_gpus_per_node": args.gpus}
-    return cost.slurm_budget(Options(**(vars(args) | flags)))
-
-
-def run_command(args: Options, work: Workload, strategy: str) -> str | None:
-    """Return the command line that trains the workload with a strategy.
-
-    None if it would train adapters on random weights.
-    """
-    folder, flags = model_folder(args), run_flags(args, work, strategy)
-    random = folder and not any(folder.glob("*.safetensors"))
-    if work.lora and (random or args.model == EMBEDDED_MODEL):
-        return None
-    flags[2:2] = ["--from_scratch"] if random else []
-    per_node = ranks_per_node(args)
-    launcher = "python" if args.gpus == 1 else f"torchrun --nproc_per_node={args.gpus}"
-    if args.gpus > per_node:
-        launcher = (
-            f"srun --nodes={args.gpus // per_node} --ntasks-per-node={per_node} "
+def launcher(gpus: int, limits: Limits) -> str:
+    """Return the command that starts Python on each rank."""
+    per_node = limits.ranks_per_node
+    if gpus > per_node:
+        return (
+            f"srun --nodes={gpus // per_node} --ntasks-per-node={per_node} "
             f"--gpus-per-node={per_node} --kill-on-bad-exit=1 python"
         )
-    return f"{launcher} real_model_example.py {shlex.join(flags)}"
-
-
-def model_folder(args: Options) -> Path | None:
-    """Return the model's folder, which real_model_example.py takes instead of its config.json."""
-    path = Path(args.model)
-    return path.parent if path.is_file() else path if path.is_dir() else None
+    return "python" if gpus == 1 else f"torchrun --nproc_per_node={gpus}"
 
 
 def run_flags(args: Options, work: Workload, strategy: str) -> list[str]:
-    """Return the flags of real_model_example.py for the workload, beginning with --model."""
-    flags = ["--model", model_folder(args) or args.model]
-    flags += ["--strategy", strategy, "--batch_size", work.batch_size]
-    flags += ["--seq_length", args.seq_length, "--precision", args.precision]
-    if work.accumulation > 1:
-        flags += ["--gradient_accumulation_steps", work.accumulation]
-    flags += ["--gradient_checkpointing"] if work.gradient_checkpointing else []
-    flags += ["--optim", args.optim] if args.optim != "adamw" else []
-    flags += [] if args.fused_gelu else ["--no_fused_gelu"]
-    flags += ["--isolate_documents"] if args.isolate_documents else []
-    flags += ["--lora_r", args.lora_r] if args.lora_r else []
-    flags += ["--lora_targets", args.lora_targets] if args.lora_targets else []
-    flags += ["--load_in_4bit"] if args.load_in_4bit else []
-    return list(map(str, flags))
-
-
-# ------------------------------------------------------------------------------------------ --solve
+    """Return the flags of real_model_example.py for the workload."""
+    path = Path(args.model)  # a model folder, a file in it, or a name
+    folder = path.parent if path.is_file() else path if path.is_dir() else None
+    values = {
+        "model": folder or args.model,
+        "strategy": strategy,
+        "batch_size": work.batch_size,
+        "seq_length": args.seq_length,
+        "precision": args.precision,
+        "gradient_accumulation_steps": work.accumulation if work.accumulation > 1 else None,
+        "optim": args.optim if args.optim != "adamw" else None,
+        "lora_r": args.lora_r,
+        "lora_targets": args.lora_targets,
+    }
+    switches = {
+        "from_scratch": folder and not any(folder.glob("*.safetensors")),
+        "gradient_checkpointing": work.gradient_checkpointing,
+        "no_fused_gelu": args.no_fused_gelu,
+        "isolate_documents": args.isolate_documents,
+        "load_in_4bit": args.load_in_4bit,
+    }
+    flags = [text for name, value in values.items() if value for text in (f"--{name}", str(value))]
+    return flags + [f"--{name}" for name, given in switches.items() if given]
 
 
 def solve(args: Options, work: Workload, limits: Limits) -> int:
     """Print the answer of each strategy to --solve; return the exit code."""
-    found, key = SOLVED[args.solve]
-    answers, lines = {}, [f"The {found} of each strategy for: {title(args, work, limits)}\n"]
+    answers: dict[str, int | None] = {}
     for strategy in filter(work.strategies.__contains__, PREFERENCE):
-        answer: int | None = 0
         if args.solve == "batch":
-            answer = fit.largest_batch(work, strategy, limits)
-            text = f"--batch_size {answer}"
-        elif args.solve == "gpus":
+            answers[strategy] = fit.largest_batch(work, strategy, limits)
+        else:
             nodes = replace(limits, ranks_per_node=args.gpus_per_node or 8)
-            answer = fit.fewest_gpus(work, strategy, nodes)
-            text = f"{answer} GPU{'s' * (answer != 1)}"
-        elif model := fit.largest_gpt2(work, strategy, limits):
-            answer = model.total
-            text = f"{answer / 1e6:,.0f}M: {model.layers} layers, width {model.hidden}"
-        answers[strategy] = answer
-        lines.append(f"{strategy:9} {text if answer else 'nothing fits'}")
-    answer_as_json = json.dumps({"solve": args.solve, key: answers}, indent=2)
-    print(answer_as_json if args.json else "\n".join(lines))
+            answers[strategy] = fit.fewest_gpus(work, strategy, nodes)
+    if args.json:
+        print(json.dumps({"solve": args.solve, "answers": answers}, indent=2))
+    else:
+        header = "largest batch" if args.solve == "batch" else "fewest GPUs"
+        rows = [(strategy, str(answer or "nothing fits")) for strategy, answer in answers.items()]
+        print(f"{title(args, work, limits)}\n\n{text_table(rows, ('strategy', header))}")
     return EXIT_COMPLETED if any(answers.values()) else EXIT_FAILED
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from support.cli.arguments import Arguments, isolates_documents
 from support.cli.ds_config import configured_strategy
 from support.errors import UserError
-from support.known_models import gpt2_config
 from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
-from support.memory.workload import Workload, adapters, workload_of
+from support.memory.workload import Workload, workload_of
 from support.strategy import STRATEGIES
 from support.units import GB
 
@@ -101,36 +100,6 @@ def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
         if on_nodes.hold(predict(replace(work, world_size=number), strategy)):
             return number
     return None
-
-
-def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
-    """Return a model of GPT-2's shape with a width that is a multiple of 64.
-
-    The number of layers grows linearly with the width, as in GPT-2's sizes (12 at 768, 48 at 1600),
-    and continues beyond them. Below 768 it is one layer per 64. The vocabulary is that of `like`
-    if it is a GPT-2, and so is its number of positions if it has some.
-    """
-    linear = round(12 + (hidden - 768) * (48 - 12) / (1600 - 768))
-    layers = linear if hidden >= 768 else hidden // 64
-    vocabulary = like.vocabulary if like.family == "gpt2" else 50257
-    config = gpt2_config(layers, hidden // 64, hidden, vocabulary, like.positions or 1024)
-    return read_architecture(config, "")
-
-
-def largest_gpt2(work: Workload, strategy: str, limits: Limits) -> Architecture | None:
-    """Return the largest model of GPT-2's shape, up to a width of 65,536, that fits, or None.
-
-    With adapters, a model of another family is replaced by a GPT-2 with GPT-2's default targets.
-    """
-    if work.lora and work.model.family != "gpt2":
-        work = replace(work, lora=adapters(gpt2_of_width(768, work.model), work.lora.r, None))
-
-    def fits(heads: int) -> bool:
-        model = gpt2_of_width(64 * heads, work.model)
-        return limits.hold(predict(replace(work, model=model), strategy))
-
-    heads = _largest(fits, 1024)
-    return gpt2_of_width(64 * heads, work.model) if heads else None
 
 
 def fitting_split(work: Workload, strategy: str, limits: Limits) -> Workload | None:
@@ -237,8 +206,7 @@ def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str
     fitting = remedies(work, strategy, limits)
     if not fitting:
         return [
-            f"{estimate}. No single change makes it fit: "
-            "see scripts/plan_memory.py --solve gpus and --solve model."
+            f"{estimate}. No single change makes it fit: see scripts/plan_memory.py --solve gpus."
         ]
     lines = [f"  {flags}: {n.total / GB:.1f}{capacity} GB" for flags, n in fitting.items()]
     return [f"{estimate}. It would fit with one of:", *lines]
