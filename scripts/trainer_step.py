@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -40,10 +39,10 @@ from support.labels import IGNORED
 from support.model import resolve as models
 
 # Flags that have the same name and meaning in TrainingArguments.
-SAME = (
-    *("gradient_accumulation_steps", "max_steps", "weight_decay", "adam_beta1", "adam_beta2"),
-    *("adam_epsilon", "max_grad_norm", "gradient_checkpointing", "seed"),
-)
+SAME = """
+    gradient_accumulation_steps max_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
+    max_grad_norm gradient_checkpointing seed
+    """.split()
 
 
 def main(args: Arguments, launch) -> None:
@@ -62,7 +61,9 @@ def make_step(args: Arguments, model: nn.Module, train) -> None:
 
     def as_batch(indices: list[int]) -> dict[str, torch.Tensor]:
         inputs, labels, positions = train.read(np.array(indices))
-        labels[:, 0] = IGNORED  # see note_on
+        # The first token of a sequence has no loss, and transformers 5.23 leaves its label out of
+        # the count for models whose class is named ...ForCausalLM, but not for GPT2LMHeadModel.
+        labels[:, 0] = IGNORED
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions}
         return {name: tensor for name, tensor in batch.items() if tensor is not None}
 
@@ -87,39 +88,14 @@ def make_step(args: Arguments, model: nn.Module, train) -> None:
     trainer = Trainer(model, settings, as_batch, data)
     loss = trainer.train().training_loss
     norm = next(log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log)
-    note = note_on(trainer, train.read(np.arange(train.num_sequences))[1])
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    states = {name: trainer.optimizer.state[p] for name, p in weights.items()}
     checkpoint = step_folder(folder / "checkpoints", 1)
     checkpoint.mkdir(parents=True)
-    write_checkpoint(state_of(model, trainer.optimizer), checkpoint)
-    record = {"step": 1, "loss": loss, "grad_norm": norm, "note": note}
+    source = SimpleNamespace(weights=weights, states=states, adam_step=1, step=1, settings={})
+    write_checkpoint(source, checkpoint)
+    record = {"step": 1, "loss": loss, "grad_norm": norm}
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-
-
-def state_of(model: nn.Module, optimizer) -> SimpleNamespace:
-    """Return the trained parameters and Adam's moments, in the form that write_checkpoint reads."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    states = {name: optimizer.state[p] for name, p in trained.items() if p in optimizer.state}
-    return SimpleNamespace(weights=trained, states=states, adam_step=1, step=1, settings={})
-
-
-def note_on(trainer: Trainer, labels: torch.Tensor) -> str:
-    """Return how Trainer computes the mean loss of this model differently, or ""."""
-    if not trainer.model_accepts_loss_kwargs:
-        return (
-            "Trainer averages the means of the micro-batches, because this model's forward does "
-            "not take num_items_in_batch."
-        )
-    # The first token of a sequence has no loss, and transformers 5.23 leaves its label out of the
-    # count for models whose class is named ...ForCausalLM, but not for GPT2LMHeadModel.
-    valid = (labels[:, 1:] != IGNORED).sum().item()
-    factor = valid / (labels != IGNORED).sum().item()
-    if factor < 1 and not getattr(trainer, "_loss_shifts_labels", False):
-        return (
-            "The labels of first tokens, which have no loss, are -100 for Trainer. Otherwise "
-            f"Trainer (transformers {transformers.__version__}) counts them for this model, and "
-            f"its loss is {factor:.4f} times this one."
-        )
-    return ""
 
 
 if __name__ == "__main__":

@@ -99,19 +99,18 @@ def prove(args: Arguments) -> int:
         flush=True,
     )
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
-    rows, problems, notes, reference = [], [], {}, None
+    rows, problems, reference = [], [], None
     try:
         for number, way in enumerate(ways_of(args, ranks)):
             print(f"⏳ {way.name}", flush=True)
             output = temporary.path / str(number)
             run(way, args, output)
-            step, note = step_of(output, args)
+            step = step_of(output, args)
             reference = reference or step
             differences, norm, worst = compare(reference, step, args.lr)
             rows.append(row_of(way.name, step, differences, norm, worst if number else ""))
             if problem := describe_problem(way.name, differences, worst):
                 problems.append(problem)
-            notes |= {f"ℹ️  {note}": None} if note else {}
             if number:
                 remove(output)  # the disk holds two checkpoints at most
     finally:
@@ -120,7 +119,7 @@ def prove(args: Arguments) -> int:
     rows.append(["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]])
     print(f"\n{text_table(rows, HEADERS)}\n{LEGEND}")
     equal = f"✅ Equal: all {len(rows) - 1} ways make the same step."
-    print("\n".join([*notes, *(problems or [equal])]))
+    print("\n".join(problems or [equal]))
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
@@ -173,14 +172,13 @@ def run(way: Way, args: Arguments, output: Path) -> None:
         raise kind(f"{way.name}: {last_error(log) or f'exit code {code}'}")
 
 
-def step_of(folder: Path, args: Arguments) -> tuple[Step, str]:
-    """Return the step of a run, and a note on how Trainer computes its loss, or ""."""
+def step_of(folder: Path, args: Arguments) -> Step:
+    """Return the step of a run."""
     record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
     # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
     clipping = max(1, (record["grad_norm"] + 1e-6) / args.max_grad_norm)
-    step = Step(record["loss"], clipping / (1 - args.adam_beta1), OwnCheckpoint(folder))
-    return step, record.get("note", "")
+    return Step(record["loss"], clipping / (1 - args.adam_beta1), OwnCheckpoint(folder))
 
 
 def row_of(name: str, step: Step, differences: dict, norm: float, worst: str) -> list[str]:
