@@ -87,7 +87,7 @@ COST_FLAGS = (
     ("results", kinds.name, "RUN", "take the rate of this completed run (folder or results.json)"),
     ("device", kinds.word, "GPU", "assume the rate of this GPU, A100 for example"),
     ("mfu", kinds.real(1), "SHARE", "assumed share of its peak FLOP/s (default: 0.4)"),
-    ("bandwidth", SIZE, "GB/S", "add the time of sending, at the rate of a rank in --check"),
+    ("bandwidth", SIZE, "GB/S", "add the time of sending, at the all-reduce rate of --check"),
     ("price", SIZE, "DOLLARS", "of a GPU-hour"),
     ("watts", SIZE, "W", "electric power of a GPU"),
     ("time_limit", kinds.word, "HH:MM:SS", "of a Slurm job: plan the jobs"),

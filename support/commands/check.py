@@ -315,7 +315,7 @@ def _hub(args: Arguments, ctx: DistContext) -> Iterator[Line]:
 def _communication(ctx: DistContext) -> Line:
     """Measure collectives among the ranks: bandwidth with 64 and 1 MiB, latency with 8 bytes.
 
-    `scripts/plan_memory.py --bandwidth` takes the smallest number.
+    `scripts/plan_memory.py --bandwidth` takes the rate of the all-reduce.
     """
     if ctx.world_size == 1:
         return Line(OK, "communication", f"{ctx.backend}; a single process")
