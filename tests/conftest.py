@@ -20,11 +20,8 @@ import psutil
 import pytest
 from preloaded import Preloaded
 
-pytest_plugins = [
-    "cluster_work",
-    "command_lines",
-    "generated_scripts",
-]  # of tests/helpers; their fixtures are for several files
+# Of tests/helpers; their fixtures are for several files.
+pytest_plugins = ["cluster_work", "command_lines", "generated_scripts"]
 
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
@@ -49,68 +46,48 @@ def skip(reason: str) -> None:
     pytest.skip(reason)
 
 
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
 def pytest_configure():
-    """Give each of pytest-xdist's workers cores of its own: threads that wait for a core by
-    spinning cost minutes.
+    """Give each worker of pytest-xdist its own cores: threads that wait for a core by spinning
+    cost minutes.
     """
-    worker, workers = (
-        os.environ.get("PYTEST_XDIST_WORKER", "gw0"),
-        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
-    )
-    if workers > 1 and CORES:
-        os.sched_setaffinity(0, CORES[int(worker[2:]) :: workers] or CORES)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[worker::workers] or cores)
 
 
 # The files that take longest. pytest-xdist gives its workers one file after the other; a long one
 # that starts last leaves the other worker without work.
-FIRST = [
-    "test_slurm_jobs.py",
-    "test_comparison.py",
-    "test_checkpoint.py",
-    "test_memory_prediction.py",
-    "test_equality.py",
-    "test_streaming.py",
-    "test_machines.py",
-    "test_any_strategy.py",
-    "test_models.py",
-    "test_check.py",
-    "test_attacks_processes.py",
-    "test_own_data.py",
-    "test_export.py",
-    "test_lora.py",
-    "test_ssh.py",
-]
+FIRST = """
+    slurm_jobs comparison checkpoint memory_prediction equality streaming machines any_strategy
+    models check attacks_processes own_data export lora ssh
+    """.split()
 
 
 def pytest_collection_modifyitems(items):
     """Run the files of FIRST first."""
-    place = {name: number for number, name in enumerate(FIRST)}
+    place = {f"test_{name}.py": number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(FIRST)))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
     """A home of its own for every cache but the compiled ops, which take minutes to build."""
-    home = tmp_path_factory.mktemp("home")
-    for name in [
-        n
-        for n in os.environ
-        if n.startswith(("HF_", "SLURM_", "OMP_")) or n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    ]:
-        del os.environ[name]
+    for name in list(os.environ):
+        if name.startswith(("HF_", "SLURM_", "OMP_")) or name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
     # To compile the project again takes half a second of each run.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ.update(
-        HF_HOME=str(home / "hf"), TMPDIR=str(tmp_path_factory.mktemp("tmp")), NO_PROXY="127.0.0.1"
-    )
-    tempfile.tempdir = None
+    for name in ("LOCAL_RANK", "PYTHONDONTWRITEBYTECODE"):
+        os.environ.pop(name, None)
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("home") / "hf")
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+    os.environ["NO_PROXY"] = "127.0.0.1"
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    tempfile.tempdir = None
     if "PYTEST_XDIST_WORKER" in os.environ:
         # What cannot be compiled here is for the tests to report.
-        start([sys.executable, PROJECT / "scripts" / "build_ops.py"], cores=CORES).communicate()
+        start([sys.executable, PROJECT / "scripts" / "build_ops.py"]).communicate()
 
 
 @dataclass
@@ -129,9 +106,8 @@ class Run:
 
     @property
     def metrics(self) -> list[dict]:
-        return [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
-        ]
+        text = (self.folder / "metrics.jsonl").read_text()
+        return list(map(json.loads, text.splitlines()))
 
     @property
     def losses(self) -> list[float]:
@@ -143,12 +119,8 @@ class Run:
         lines = [line for line in (self.out + self.err).splitlines() if "❌" in line]
         assert len(lines) == 1, f"{len(lines)} error lines\n{self.out}\n{self.err}"
         # torchrun prints a traceback of its own when a rank fails; ours must not
-        own = (
-            self.err[: self.err.find("torch/distributed/elastic")]
-            if "torch/distributed/elastic" in self.err
-            else self.err
-        )
-        assert "Traceback" not in own and "Traceback" not in self.out, self.err
+        own = self.out + self.err.partition("torch/distributed/elastic")[0]
+        assert "Traceback" not in own, self.err
         return lines[0]
 
 
@@ -157,29 +129,20 @@ def check_schema(folder: Path, metrics: bool = True) -> None:
     from schema_check import problems_of_metrics, problems_of_results
 
     problems = [*problems_of_results(json.loads((folder / "results.json").read_text()))]
-    if metrics and (folder / "metrics.jsonl").exists():
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        problems += [p for line in lines for p in problems_of_metrics(json.loads(line))]
+    for line in (folder / "metrics.jsonl").read_text().splitlines() if metrics else ():
+        problems += problems_of_metrics(json.loads(line))
     assert not problems, f"{folder}: {problems}"
 
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:
     """How a user starts `ranks` processes under each launcher."""
-    port = free_port()
+    port, main_port = f"--master_port={free_port()}", f"--main_process_port={free_port()}"
+    several = ["--cpu"] if ranks == 1 else ["--multi_gpu", f"--num_processes={ranks}"]
     return {
         "python": [sys.executable],
-        "torchrun": ["torchrun", f"--nproc_per_node={ranks}", f"--master_port={port}"],
-        "deepspeed": ["deepspeed", f"--num_gpus={ranks}", f"--master_port={port}"],
-        "accelerate": ["accelerate", "launch", "--cpu", f"--main_process_port={port}"]
-        if ranks == 1
-        else [
-            "accelerate",
-            "launch",
-            "--multi_gpu",
-            "--num_processes",
-            str(ranks),
-            f"--main_process_port={port}",
-        ],
+        "torchrun": ["torchrun", f"--nproc_per_node={ranks}", port],
+        "deepspeed": ["deepspeed", f"--num_gpus={ranks}", port],
+        "accelerate": ["accelerate", "launch", *several, main_port],
         "srun": ["srun", f"--ntasks={ranks}", "--kill-on-bad-exit=1", sys.executable],
     }[launcher]
 
@@ -190,29 +153,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(
-    command: list, env: dict | None = None, cwd: Path | None = None, cores: list | None = None
-) -> subprocess.Popen:
-    """Start a command in a session of its own; Ctrl-C works in it even where these tests run in the
+def start(command: list, env: dict | None = None, cwd: Path | None = None) -> subprocess.Popen:
+    """Start a command in a session of its own, with Ctrl-C even if these tests run in the
     background.
     """
 
-    def prepare():
-        for number in (
-            signal.SIGINT,
-            signal.SIGHUP,
-        ):  # ignored under & and nohup, and that is inherited
-            signal.signal(number, signal.SIG_DFL)
-        if cores:
-            os.sched_setaffinity(0, cores)
+    def prepare():  # both are ignored under & and nohup, and that is inherited
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     return subprocess.Popen(
-        [str(part) for part in command],
+        list(map(str, command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd or PROJECT,
-        env={**os.environ, **{k: str(v) for k, v in (env or {}).items()}},
+        env={**os.environ, **{name: str(value) for name, value in (env or {}).items()}},
         start_new_session=True,
         preexec_fn=prepare,
     )
@@ -280,11 +236,8 @@ def script(tmp_path_factory, begin):
         cwd=None,
         real=False,
     ) -> Run:
-        if (
-            "infinity" in args
-            and "PATH" not in (env or {})
-            and not Path("/usr/include/libaio.h").exists()
-        ):
+        has_libaio = Path("/usr/include/libaio.h").exists() or "PATH" in (env or {})
+        if "infinity" in args and not has_libaio:
             skip("infinity needs libaio: apt install libaio-dev")
         folder = folder or tmp_path_factory.mktemp("run") / "out"
         command = [*launcher_command(launcher, ranks), program, *args]
@@ -298,10 +251,8 @@ def script(tmp_path_factory, begin):
         # A resumed run may take over files that a test has damaged.
         if "--resume" not in args and written.is_file() and written.stat().st_mtime >= begun_at:
             check_schema(done.folder, metrics=ok)
-        if ok:
-            assert done.code == 0, (
-                f"exit code {done.code} from {' '.join(map(str, command))}\n{out[-3000:]}\n{err[-5000:]}"
-            )
+        said = f"exit code {done.code} from {command}\n{out[-3000:]}\n{err[-5000:]}"
+        assert done.code == 0 or not ok, said
         return done
 
     return run
@@ -328,16 +279,11 @@ def fp32_run(script, tmp_path_factory):
     def run(strategy):
         if strategy not in done:
             folder = tmp_path_factory.mktemp(strategy)
-            done[strategy] = script(
-                *SAME_WORK,
-                *SPLIT,
-                *f"--precision fp32 --strategy {strategy} --generate The --profile_memory".split(),
-                launcher="torchrun",
-                ranks=2,
-                program=FAULT,
-                env={"FAULT": f"logits:{folder / 'logits.pt'}"},
-                folder=folder,
-            )
+            flags = "--precision fp32 --generate The --profile_memory --strategy".split()
+            fault = {"FAULT": f"logits:{folder / 'logits.pt'}"}
+            under = {"launcher": "torchrun", "ranks": 2, "program": FAULT, "env": fault}
+            work = [*SAME_WORK, *SPLIT, *flags, strategy]
+            done[strategy] = script(*work, **under, folder=folder)
         return done[strategy]
 
     return run
@@ -359,14 +305,11 @@ def tiny_tokenizer(tmp_path_factory) -> Path:
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog"], vocab_size=300, special_tokens=["<|end|>"]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>"
-    ).save_pretrained(folder)
+    folder, tokenizer = tmp_path_factory.mktemp("tokenizer"), ByteLevelBPETokenizer()
+    text = ["the quick brown fox jumps over the lazy dog"]
+    tokenizer.train_from_iterator(text, vocab_size=300, special_tokens=["<|end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>")
+    fast.save_pretrained(folder)
     return folder
 
 
@@ -380,21 +323,12 @@ def llama(tmp_path_factory, tiny_tokenizer) -> Path:
 
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 160}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0}
+    config = LlamaConfig(**sizes, tie_word_embeddings=False)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    for file in tiny_tokenizer.iterdir():
-        shutil.copy(file, folder)
+    shutil.copytree(tiny_tokenizer, folder, dirs_exist_ok=True)
     return folder
 
 
@@ -419,14 +353,14 @@ def without_libaio(tmp_path_factory) -> dict:
 
     path = path_without(tmp_path_factory.mktemp("without"), "gcc", "cc", "x86_64-linux-gnu-gcc")
     for name in ("gcc", "cc"):
-        (path / name).write_text(
-            '#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n'
-        )
+        without = 'case "$*" in *-laio*) exit 1;; esac'
+        (path / name).write_text(f'#!/bin/sh\n{without}\nexec /usr/bin/gcc "$@"\n')
         (path / name).chmod(0o755)
     extensions = tmp_path_factory.mktemp("extensions")
-    (extensions / ops.ops_folder().name).mkdir()
+    folder = extensions / ops.ops_folder().name
+    folder.mkdir()
     for op in ("cpu_adam", "pin_memory"):
-        (extensions / ops.ops_folder().name / f"{op}.so").symlink_to(ops.library(op))
+        (folder / f"{op}.so").symlink_to(ops.library(op))
     return {"PATH": path, "CC": "gcc", "TORCH_EXTENSIONS_DIR": extensions}
 
 
@@ -447,29 +381,28 @@ def hub(hub_root):
 
     server = Hub(hub_root)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    closed = []
 
     def close():
-        if not closed:
-            closed.append(True)
-            server.shutdown()
-            server.server_close()
+        server.shutdown()  # has no effect the second time
+        server.server_close()
 
     server.close = close
     yield server
     close()
 
 
+def skip_without(package: str, *programs: str) -> None:
+    """Skip where a program is missing; `package` has it."""
+    if missing := [name for name in programs if shutil.which(name) is None]:
+        skip(f"needs {', '.join(missing)}: apt install {package}")
+
+
 @pytest.fixture(scope="session")
 def machines():
-    """Three hosts of their own on this machine: names, addresses, network namespaces. See
-    machines.py.
-    """
+    """Three hosts of their own on this machine, see machines.py."""
     from machines import Machines
 
-    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
-    if missing:
-        skip(f"needs {', '.join(missing)}: apt install iproute2 util-linux")
+    skip_without("iproute2 util-linux", "ip", "unshare", "nsenter")
     if os.geteuid() != 0:
         skip("needs root to make network namespaces")
     found = Machines(3)
@@ -482,16 +415,10 @@ def machines():
 
 @pytest.fixture(scope="session")
 def slurm(machines):
-    """A real Slurm with the first two machines as its nodes: munged, slurmctld and two slurmd,
-    stopped at the end.
-    """
+    """A real Slurm with the first two machines as its nodes, stopped at the end."""
     from machines import Slurm
 
-    missing = [
-        name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None
-    ]
-    if missing:
-        skip(f"needs Slurm ({', '.join(missing)} not found): apt install slurm-wlm munge")
+    skip_without("slurm-wlm munge", "munged", "slurmctld", "slurmd", "srun")
     cluster = Slurm(machines)
     try:
         cluster.start()
@@ -539,9 +466,8 @@ def assert_close(values, reference, relative: float) -> None:
     """Two loss curves agree at every step."""
     assert len(values) == len(reference) > 0
     for step, (value, wanted) in enumerate(zip(values, reference, strict=True), 1):
-        assert abs(value - wanted) <= relative * abs(wanted), (
-            f"step {step}: {value} instead of {wanted}"
-        )
+        said = f"step {step}: {value} instead of {wanted}"
+        assert abs(value - wanted) <= relative * abs(wanted), said
 
 
 def descendants_of_test() -> list[psutil.Process]:

@@ -10,16 +10,13 @@ exits as the child does; if it is killed, so is the child.
 What a real start does, and how the child does it:
 
 - Libraries read environment variables while they are imported. The client starts the real
-  interpreter if a variable has another value than in the server, except those of RUN_TIME.
-- The program sets variables itself before it imports a library. Therefore `sys.modules` lacks the
-  preloaded modules until the program first imports one of them.
+  interpreter if a variable differs from the server's, except those of RUN_TIME. The program sets
+  some itself, so `sys.modules` lacks the libraries until the program first imports one of them.
 - A string's hash differs from process to process. Ranks with an odd LOCAL_RANK come from a second
   server, so that an order that depends on hashes differs between neighboring ranks here, too.
 
-Differences that stay: the child has another pid than the client and is not its child, and its
-/proc/PID has the server's command and environment; resource limits and namespaces are the server's.
-Tests that concern launchers, process trees, limits, SIGSTOP, or the start itself use the real
-interpreter.
+The child's parent, its /proc/PID, resource limits and namespaces are those of the server: tests
+that concern these, launchers, SIGSTOP, or the start itself use the real interpreter.
 """
 
 from __future__ import annotations

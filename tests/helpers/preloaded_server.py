@@ -19,17 +19,13 @@ import types
 from pathlib import Path
 
 # What the script sets before it imports the libraries.
+ONES = "HF_DATASETS_DISABLE_PROGRESS_BARS HF_HUB_DISABLE_PROGRESS_BARS HF_HUB_OFFLINE"
+ERRORS = "DATASETS_VERBOSITY TRANSFORMERS_VERBOSITY"
 SET_BY_THE_PROGRAM = {
-    "DATASETS_VERBOSITY": "error",
-    "DS_ACCELERATOR": "cpu",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "KINETO_LOG_LEVEL": "99",
-    "TOKENIZERS_PARALLELISM": "true",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
+    **dict.fromkeys([*ONES.split(), "TRANSFORMERS_NO_ADVISORY_WARNINGS"], "1"),
+    **dict.fromkeys(ERRORS.split(), "error"),
+    **{"DS_ACCELERATOR": "cpu", "KINETO_LOG_LEVEL": "99"},
+    **{"TOKENIZERS_PARALLELISM": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"},
 }
 # Older releases lack some. A program that needs a missing module reports it itself.
 PRELOAD = """

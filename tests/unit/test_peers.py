@@ -50,26 +50,6 @@ def test_skipped_steps_are_left_out_and_logged_steps_are_averaged():
     assert every_tenth.speed(10) == 1024
 
 
-def test_a_program_without_rounds_in_common_has_no_ratio():
-    [row] = peers.rows_of(CASE, [run_of("ours", 1, [1])], skip=2)
-    line = peers.table([(CASE, [row])])[-1]
-    assert line == "| One process (4 × 256 tokens) | ours | 1 | 1024 | — | 2.00 | — | 5.0 | — |"
-
-
-def test_mfu_of_all_programs_is_in_proportion_to_their_speed():
-    runs = [run_of("ours", 1, [1], mfu_per_rate=1e-4, gigabytes=1), run_of("Trainer", 1, [2])]
-    lines = peers.table([(CASE, peers.rows_of(CASE, runs, skip=2))])
-    assert "| ours | 1 | 1024 | 2.00 | 10.2% | 1.00 |" in lines[2]
-    assert "| 5.1% |" in lines[3] and "peak GPU memory" in lines[0]
-
-
-def test_each_program_of_a_setting_runs_once_a_round():
-    cases = [peers.CPU_CASES[name] for name in ("ddp", "strategies", "fsdp")]
-    runs = peers.schedule(cases, [])
-    assert len(runs) == len(set(runs)) == 9
-    assert [program for _, program in peers.schedule(cases, ["ours"])] == ["ours"]
-
-
 def test_only_the_section_of_the_results_is_replaced():
     text = peers.RESULTS.read_text(encoding="utf-8")
     for name in ("bench", "bench GPU=1"):
@@ -131,20 +111,3 @@ def test_program_is_ended_with_the_runner(tmp_path, monkeypatch):
         program = "import time; print('step 1 loss x', flush=True); time.sleep(60)"
         one_run(tmp_path, monkeypatch, program)
     assert time.monotonic() - started < 30
-
-
-def test_a_program_that_failed_joins_the_next_round(tmp_path, monkeypatch):
-    """The ratio of its second run is formed with the other program's second run."""
-
-    def measure(setting, program, number, out, steps):
-        if (program, number) == ("Trainer", 1):
-            raise RuntimeError("broken")
-        return run_of(program, number, [1]), {}
-
-    monkeypatch.setattr(peers, "measure", measure)
-    monkeypatch.setattr(peers, "report", lambda *_: None)
-    command = ["--cases", "one", "--rounds", "1", "--out", str(tmp_path)]
-    assert (peers.main(command), peers.main([*command, "--keep"])) == (1, 0)
-    runs, facts = peers.load_runs(tmp_path / "measurements.json")
-    assert [(r.program, r.round) for r in runs] == [("ours", 1), ("ours", 2), ("Trainer", 2)]
-    assert len(facts["commands"]) == 2 and facts["commands"][1].endswith('--keep"')
