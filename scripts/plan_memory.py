@@ -2,17 +2,13 @@
 """Estimate the memory of a run under every strategy, without weights, torch or a GPU.
 
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16
-    python scripts/plan_memory.py --model path/to/config.json --gpus 8 --gpu_memory 80 \\
-        --seq_length 4096
+    python scripts/plan_memory.py --model path/to/config.json --gpus 8 --seq_length 4096
 
 It prints which strategies fit, and the command to run the simplest of them; with --explain every
 term of the estimate. Without --gpu_memory it plans processes on CPUs. --solve finds for each
-strategy the largest batch or the fewest GPUs.
-
-    python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16 --solve batch
-
-With an amount of work and a rate it also prints the cost: optimizer steps, hours, price, energy;
-with --time_limit the Slurm jobs, and with --bandwidth the speed on more GPUs or nodes.
+strategy the largest batch or the fewest GPUs. With an amount of work and a rate it also prints the
+cost: optimizer steps, hours, price, energy; with --time_limit the Slurm jobs, and with --bandwidth
+the speed on more GPUs or nodes.
 
     python scripts/plan_memory.py --model gpt2-xl --nodes 2 --gpu_memory 80 --tokens 1000000000 \\
         --device A100 --bandwidth 10 --price 2.5 --watts 400 --time_limit 24:00:00 --save_seconds 60
@@ -238,11 +234,6 @@ def explain(need: MemoryEstimate) -> str:
     return f"{table}\nThe peak is in: {need.phase_of_peak()}. {sent}"
 
 
-def in_gb(size: int) -> str:
-    """Format bytes in GB (2^30 bytes) with two decimals; 0 as a dash."""
-    return f"{size / GB:.2f}" if size else "—"
-
-
 def as_dict(work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
     """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
     checkpointing = replace(work, gradient_checkpointing=True)
@@ -255,6 +246,11 @@ def as_dict(work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
         "largest_batch_with_checkpointing": fit.largest_batch(checkpointing, need.strategy, limits),
         "terms": [term._asdict() for term in need.terms],
     }
+
+
+def in_gb(size: int) -> str:
+    """Format bytes in GB (2^30 bytes) with two decimals; 0 as a dash."""
+    return f"{size / GB:.2f}" if size else "—"
 
 
 def launcher(gpus: int, limits: Limits) -> str:

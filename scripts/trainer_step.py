@@ -68,7 +68,7 @@ def make_step(args: Arguments, model: nn.Module, train) -> None:
         return {name: tensor for name, tensor in batch.items() if tensor is not None}
 
     assert args.output_dir  # --prove gives it
-    folder, on_gpu = Path(args.output_dir), torch.cuda.is_available()
+    folder = Path(args.output_dir)
     settings = TrainingArguments(
         str(folder / "trainer"),
         **{name: getattr(args, name) for name in SAME},
@@ -76,9 +76,7 @@ def make_step(args: Arguments, model: nn.Module, train) -> None:
         learning_rate=args.lr,
         lr_scheduler_type=args.lr_scheduler,
         optim="adamw_torch_fused",
-        bf16=False,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
+        use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
         save_strategy="no",
         report_to=[],

@@ -31,8 +31,7 @@ MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from 
 # 2407.21783, section 3.3.4).
 MTBF_HOURS = 50_000
 STARTUP_SECONDS = 120  # from the start of a job to the end of its first step, if not measured
-# Optimizer steps between a stop signal and the save: the running one, the next one, in which the
-# ranks agree, and on a GPU one more, see checkpoints.manager.
+# Between a signal and the save: the running step, one in which the ranks agree, on a GPU one more.
 STEPS_TO_STOP = 3
 WORK, RATE = ("tokens", "max_steps"), ("measure", "results", "device")
 NEEDS = {"epochs": "tokens", "mfu": "device", "save_seconds": "time_limit"}
@@ -131,7 +130,6 @@ def time_rows(args: Options, work: Workload, rate: Rate) -> list[Row]:
     tokens, steps = amount_of_work(args, batch, rate.length)
     gpu_hours = tokens / rate.tokens_per_second / 3600
     hours, by_rate = gpu_hours / work.world_size, f"{rate.source} rate"
-    short = f" ({human_time(3600 * hours)})" if hours < 2 else ""
     given = " and ".join(f"--{flag}" for flag in (*WORK, "epochs") if getattr(args, flag))
     step = f"computed: {batch:,} sequences of {rate.length:,.0f} tokens per step"
     speed, of_rate = rate.tokens_per_second, f"{rate.source}: {rate.basis}"
@@ -139,7 +137,7 @@ def time_rows(args: Options, work: Workload, rate: Rate) -> list[Row]:
         Row("tokens", tokens, f"{tokens:,}", f"given: {given}"),
         Row("steps", steps, f"{steps:,}", step),
         Row("tokens_per_second_per_gpu", speed, f"{speed:,.0f}", of_rate),
-        Row("hours", hours, f"{human_rate(hours)} h{short}", by_rate),
+        Row("hours", hours, human_time(3600 * hours), by_rate),
         Row("gpu_hours", gpu_hours, f"{human_rate(gpu_hours)} GPU-hours", by_rate),
     ]
 
@@ -255,11 +253,13 @@ def read_run(path: str, flag: str = "--results") -> tuple[str, dict[str, Any]]:
 def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, dict[str, Any]]:
     """Train a few steps from random weights on generated text, and return what `read_run` returns.
 
-    It runs on as many GPUs as this machine has, at most as many as planned, or in one CPU process.
-    With --bandwidth it runs on one.
+    It runs on this machine's GPUs, at most as many as planned, or in one CPU process; with
+    --bandwidth on one GPU.
     """
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError("--measure needs PyTorch: pip install -r requirements.txt.") from error
     ranks = 1 if args.bandwidth else min(torch.cuda.device_count(), work.world_size) or 1
     launcher = [sys.executable]
     if ranks > 1:
@@ -288,13 +288,8 @@ def slurm_budget(train: float, save: float, usable: float, mtbf: float) -> tuple
     """Return the number of jobs of a run, the time between two saves, and the training of a job.
 
     The interval √(2 · save · MTBF) loses the least time (Young 1974, Daly 2006). For saves longer
-    than twice the MTBF it is the MTBF. All arguments and times are in seconds.
-
-    Args:
-        train: all optimizer steps of the run.
-        save: the time that training waits for a checkpoint.
-        usable: the time of a job from its first step to the signal, at which it saves.
-        mtbf: mean time between failures of a job.
+    than twice the MTBF it is the MTBF. All arguments and times are in seconds: of the run's steps
+    (`train`), of a save, of a job from its first step to the signal (`usable`), between failures.
     """
     interval = math.sqrt(2 * save * mtbf) if save < 2 * mtbf else mtbf
     trained = usable * interval / (interval + save)
@@ -306,12 +301,9 @@ def slurm_budget(train: float, save: float, usable: float, mtbf: float) -> tuple
 def slurm_rows(
     args: Options, ranks: int, train: float, steps: float, results: dict[str, Any]
 ) -> list[Row]:
-    """Return the rows about the Slurm jobs of a run, which are requeued (--requeue).
+    """Return the rows about the Slurm jobs of a run with --requeue.
 
-    Args:
-        train: seconds of all optimizer steps.
-        steps: their number.
-        results: results.json of a measured run, or empty.
+    `train` is the time of all `steps` in seconds, `results` that of a measured run, or empty.
     """
     limit, step = seconds_of(args.time_limit), train / steps
     startup = results.get("seconds_to_first_step") or STARTUP_SECONDS
