@@ -10,23 +10,15 @@ import safetensors.torch
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from support.files.atomic import naming, write_text
+from support.files.atomic import write_text
 
 FILE_BYTES = "1GB"  # maximum size of one file of weights, which is in memory while it is written
 
 
 def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file of tensors that are in memory, each with its own copy of the data.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
+    """Write a file of tensors that are in memory, each with its own copy of the data."""
     contents = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    try:
-        with naming(path):
-            safetensors.torch.save_file(contents, path, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:
-        raise OSError(None, str(error), str(path)) from error
+    safetensors.torch.save_file(contents, path, metadata={"format": "pt"})
 
 
 class WeightFiles:
