@@ -13,31 +13,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from support.checkpoints import recognize
-from support.checkpoints.convert import UNIVERSAL_FILES
-from support.errors import UserError, first_line
+from support.errors import UserError, first_line, refused_as
 from support.files.user_files import shown
 from support.model.weights import NO_REMOTE_CODE, from_folder
+from support.process import run_program
 from support.strategies.optimizer_shards import MOMENTS
 
-# What readers raise for a file that is damaged, or has other contents than its name says.
-UNREADABLE = (
-    *(pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, EOFError, ValueError),
-    *(KeyError, IndexError, TypeError, AttributeError),
-)
+UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
 
 @dataclass
@@ -49,7 +42,6 @@ class ForeignCheckpoint:
     states: dict[str, dict]
     adam_step: int  # number of updates that Adam has made; 0 without states
     step: int = 0  # of the run. Its position in the data is not known
-    settings: dict = field(default_factory=dict)  # {flag: value} of the flags that are known
 
 
 @contextlib.contextmanager
@@ -91,7 +83,7 @@ def load_tensors(path: Path, trusted: bool = False):
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)
-    except UNREADABLE as error:
+    except Exception as error:  # of a dozen classes
         reason = shown(first_line(error), 200)
         if "weights_only" in str(error):
             reason = "it contains Python objects, whose code is executed with --trust_checkpoint"
@@ -108,29 +100,16 @@ def _step_of(states: dict) -> int:
 
 def _of_trainer(folder: Path) -> ForeignCheckpoint:
     """Open a checkpoint of Trainer with torch's AdamW, on one process or with DDP."""
-    if not (folder / "trainer_state.json").is_file():
-        raise UserError(
-            f"{folder} is not a checkpoint of Hugging Face's Trainer, DeepSpeed or FSDP: it has no "
-            "trainer_state.json."
-        )
-    optimizer = load_tensors(folder / "optimizer.pt")
-    try:
-        model = _model_of(folder)
+    with refused_as(
+        f"{folder} is not a checkpoint of Hugging Face's Trainer with torch's AdamW, of DeepSpeed "
+        f"or FSDP (real_model_example.py --model {folder} starts from its weights alone)",
+        longest=200,
+    ):
         trainer = json.loads((folder / "trainer_state.json").read_bytes())
-        states, group = _states_of(model, optimizer), optimizer["param_groups"][0]
-        settings = {key: trainer[key] for key in ("max_steps",) if key in trainer}
-        settings |= {"lr": group.get("initial_lr", group["lr"]), "adam_epsilon": group["eps"]}
-        settings |= {"weight_decay": group["weight_decay"]}
-        settings["adam_beta1"], settings["adam_beta2"] = group["betas"]
+        model, optimizer = _model_of(folder), load_tensors(folder / "optimizer.pt")
+        states = _states_of(model, optimizer)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        step = int(trainer["global_step"])
-        return ForeignCheckpoint(weights, states, _step_of(states), step, settings)
-    except UNREADABLE as error:
-        raise UserError(
-            f"{folder} is not a checkpoint of Trainer with torch's AdamW "
-            f"({shown(first_line(error), 200)}). To start from its weights alone: "
-            f"real_model_example.py --model {folder}"
-        ) from error
+        return ForeignCheckpoint(weights, states, _step_of(states), int(trainer["global_step"]))
 
 
 def _model_of(folder: Path) -> nn.Module:
@@ -178,10 +157,9 @@ def _to_universal(folder: Path, scratch: str) -> Path:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
     command += ["--input_folder", str(folder.absolute()), "--output_folder", f"{scratch}/universal"]
-    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
-    if done.returncode:
-        last_line = done.stderr.strip().rpartition("\n")[2]
+    code, output = run_program(command, {**os.environ, "DS_ACCELERATOR": "cpu"})
+    if code:
+        last_line = output.strip().rpartition("\n")[2]
         raise UserError(f"{folder}: DeepSpeed's ds_to_universal failed: {shown(last_line, 300)}")
     return Path(scratch, "universal")
 
@@ -215,20 +193,15 @@ def _of_universal(folder: Path, trusted: bool) -> ForeignCheckpoint:
 
 def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
     """Open sharded state with the names of get_model_state_dict and get_optimizer_state_dict."""
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     weights: dict = {}
     states: dict = {}
     for folder in folders:
         file = scratch / f"{folder.name}.pt"
-        try:
+        problem = f"{folder}: torch's dcp_to_torch_save cannot read .metadata and the tensors"
+        with refused_as(problem, longest=200):
             dcp_to_torch_save(folder, file)
-        except (CheckpointException, *UNREADABLE) as error:
-            raise UserError(
-                f"{folder}: .metadata or a file with its tensors cannot be read by torch's "
-                f"dcp_to_torch_save: {shown(first_line(error), 200)}."
-            ) from error
         for part in _parts_of(load_tensors(file)):
             if "param_groups" in part:
                 states = part["state"]

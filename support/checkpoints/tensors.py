@@ -12,13 +12,30 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from support.checkpoints.format import KINDS, file_entry
 from support.errors import TrainingError, UserError
-from support.strategies.optimizer_shards import ShardedState
+from support.strategies.optimizer_shards import PlainState, ShardedState
 
 # Size limit of one file of tensors, and the host memory that a save needs on top of training.
 PIECE_FILE_BYTES = 256 << 20
+
+
+def sharded_state(model: nn.Module, optimizer, device: torch.device) -> ShardedState:
+    """Return the masters of this rank, in the layout that the strategy uses.
+
+    Args:
+        model: without the wrapper of DDP or DeepSpeed.
+        optimizer: as the strategy created it; for DeepSpeed its wrapper.
+        device: of the tensors that ranks exchange.
+    """
+    if not hasattr(optimizer, "optimizer"):
+        return PlainState(model, optimizer, device)
+    from support.strategies.zero_shards import Zero3State, Zero12State
+
+    is_stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    return (Zero3State if is_stage3 else Zero12State)(model, optimizer, device)
 
 
 class PieceWriter:

@@ -10,11 +10,11 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
-import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial-"  # prefix of the names of unfinished files
-LEFTOVERS = re.compile(r"\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})")  # of a run that was killed
 EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to a name that is in use
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
 
@@ -53,10 +52,9 @@ def overwrite(path: Path, text: str) -> None:
     Raises:
         OSError: the text needs more disk blocks than are free; the file is unchanged.
     """
-    data = text.encode()
     with open(path, "rb+") as file:
-        os.posix_fallocate(file.fileno(), 0, len(data))
-        file.write(data)
+        os.posix_fallocate(file.fileno(), 0, len(text.encode()))
+        file.write(text.encode())
         file.truncate()
 
 
@@ -113,19 +111,15 @@ def read_json(path: Path) -> Any:
 
 def set_aside(path: Path, name: str) -> Path:
     """Rename a file or folder to `name`, or if that is in use to `name`.2, `name`.3 and so on."""
-    new_path, number = path.with_name(name), 1
-    while os.path.lexists(new_path):
-        number += 1
-        new_path = path.with_name(f"{name}.{number}")
-    os.rename(path, new_path)
-    return new_path
+    names = (f"{name}.{number}" if number > 1 else name for number in itertools.count(1))
+    free = next(name for name in names if not os.path.lexists(path.with_name(name)))
+    return path.rename(path.with_name(free))
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the unfinished files of killed runs from a folder to which only this run writes."""
     for path in folder.glob(f"{PARTIAL}*"):
-        if LEFTOVERS.fullmatch(path.name):
-            remove(path)
+        remove(path)
 
 
 def remove(path: Path) -> None:
@@ -164,12 +158,6 @@ def lock(path: Path) -> IO[bytes] | None:
 _locks: dict[str, IO[bytes] | None] = {}
 
 
-def _remove_temporary(path: str) -> None:
-    if lock_file := _locks.pop(path, None):
-        lock_file.close()  # NFS keeps a file that is open
-    remove(Path(path))
-
-
 class TemporaryPaths(list[str]):
     """Paths of temporary folders and files to remove, at the latest when the process exits."""
 
@@ -178,7 +166,9 @@ class TemporaryPaths(list[str]):
         for path in [entry for entry in self if not paths or entry in paths]:
             with contextlib.suppress(ValueError):  # two threads may clean up at the same time
                 self.remove(path)
-            _remove_temporary(path)
+            if lock_file := _locks.pop(path, None):
+                lock_file.close()  # NFS keeps a file that is open
+            remove(Path(path))
 
 
 class TemporaryFolder:
@@ -207,7 +197,7 @@ class TemporaryFolder:
 
     def remove(self) -> None:
         """Remove the folder and everything in it; errors are ignored."""
-        _remove_temporary(str(self.path))
+        TemporaryPaths(self.paths).clean_up()
 
 
 def start_folder(folder: Path) -> TemporaryFolder:
@@ -236,15 +226,13 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
     sync_tree(temporary.path / "new")
     if replace and os.path.lexists(folder):
         os.rename(folder, temporary.path / "old")
-    final, number = folder, 1
-    while True:
+    for number in itertools.count(1):
+        final = folder.with_name(f"{folder.name}-{number}") if number > 1 else folder
         try:
             os.rename(temporary.path / "new", final)
+            break
         except OSError as error:
             if error.errno not in EXISTS:
                 raise
-            number += 1
-            final = folder.with_name(f"{folder.name}-{number}")
-        else:
-            sync(folder.parent)
-            return final
+    sync(folder.parent)
+    return final

@@ -121,19 +121,18 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
             return [path]
         if not path.exists():
             raise UserError(f"{name}: no such file or folder.")
-        if not path.is_dir():
-            raise UserError(f"{name} is a pipe or a device: save the data in a file first.")
         found = [file for file in _walk(path) if file.is_file() and file.stat().st_size]
     except OSError as error:  # for instance a name that is too long, or no permission
         place = error.filename or path
         raise UserError(f"{name[:200]}: {place} cannot be read: {error.strerror}.") from error
     if not found:
         raise UserError(f"{name}: the folder has no files, or only empty ones.")
-    files = []
-    for file in found:
+
+    def matches(file: Path, pattern: str) -> bool:
         inside = file.relative_to(path).as_posix()
-        if any(fnmatchcase(inside if "/" in pat else file.name, pat) for pat in patterns):
-            files.append(file)
+        return fnmatchcase(inside if "/" in pattern else file.name, pattern)
+
+    files = [file for file in found if any(matches(file, pattern) for pattern in patterns)]
     if not files:
         raise UserError(
             f"--include {include}: no file in {name} matches; there are {count_types(found)}."
@@ -146,7 +145,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         raise error
 
     for parent, subfolders, files in os.walk(folder, onerror=refuse):
-        subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         yield from (Path(parent, file) for file in files if not file.startswith("."))
 
 

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.errors import TrainingError
 from support.unwrap import (
     base_optimizer,
     full_shape,
@@ -63,22 +62,6 @@ def optimizer_family(optimizer) -> str | None:
     if isinstance(base, torch.optim.SGD):
         return None if any(group["momentum"] for group in base.param_groups) else "sgd"
     return {"AdamW8bit": "adamw", "Adafactor": "adafactor"}.get(type(base).__name__)
-
-
-def sharded_state(model: nn.Module, optimizer, device: torch.device) -> ShardedState:
-    """Return the state of the layout that a strategy uses.
-
-    Args:
-        model: without the wrapper of DDP or DeepSpeed.
-        optimizer: as the strategy created it; for DeepSpeed its wrapper.
-        device: of the tensors that ranks exchange.
-    """
-    if not hasattr(optimizer, "optimizer"):
-        return PlainState(model, optimizer, device)
-    from support.strategies.zero_shards import Zero3State, Zero12State
-
-    is_stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    return (Zero3State if is_stage3 else Zero12State)(model, optimizer, device)
 
 
 class ShardedState:
@@ -142,10 +125,6 @@ class ShardedState:
                     state[moment] = torch.zeros_like(key.data)
         # A plain get: `state` is a defaultdict, and an empty entry would look like a state.
         state = self.base.state.get(key, {})
-        # DeepSpeed updates all masters together, so a missing state is an error. PyTorch's AdamW
-        # has no state for a parameter that never got a gradient.
-        if not state and self.wrapper is not self.base and self.adam_step > 0:
-            raise TrainingError("DeepSpeed's optimizer states were not found: use --no_save.")
         return {moment: state[moment] for moment in MOMENTS if moment in state}
 
     def finish_writing(self) -> None:
@@ -182,9 +161,8 @@ class ShardedState:
         if self.family == "sgd":
             return
         on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
-        is_cpu_adam = hasattr(self.base, "ds_opt_adam")
         # DeepSpeed's CPU Adam, bitsandbytes and Adafactor store an int.
-        as_int = is_cpu_adam or self.is_8bit or self.family == "adafactor"
+        as_int = hasattr(self.base, "ds_opt_adam") or self.is_8bit or self.family == "adafactor"
         for shard in self.shards:
             if self.family == "adafactor" and not self.base.state.get(shard.key):
                 continue  # it creates all states together
@@ -192,10 +170,6 @@ class ShardedState:
             self.base.state[shard.key]["step"] = (
                 step if as_int else torch.tensor(float(step), device=device)
             )
-        if is_cpu_adam:
-            from support.strategies.zero_shards import replay_bias_correction
-
-            replay_bias_correction(self.base, step)
 
 
 class PlainState(ShardedState):

@@ -8,10 +8,27 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from support.errors import TrainingError
 from support.strategies.optimizer_shards import Piece, Shard, ShardedState
 
 
-class Zero12State(ShardedState):
+class ZeroState(ShardedState):
+    """What is the same in all stages."""
+
+    def _moments(self, key: torch.Tensor, create: bool) -> dict[str, torch.Tensor]:
+        moments = super()._moments(key, create)
+        if not moments and self.adam_step > 0:  # DeepSpeed updates all masters together
+            raise TrainingError("DeepSpeed's optimizer states were not found: use --no_save.")
+        return moments
+
+    def set_adam_step(self, step: int) -> None:
+        """See the base class."""
+        super().set_adam_step(step)
+        if hasattr(self.base, "ds_opt_adam"):
+            replay_bias_correction(self.base, step)
+
+
+class Zero12State(ZeroState):
     """Stages 1 and 2: a master is this rank's partition of a parameter group."""
 
     def _find_shards(self) -> Iterator[Shard]:
@@ -29,7 +46,7 @@ class Zero12State(ShardedState):
         self.wrapper._hp_optimizer_states_linked = False
 
 
-class Zero3State(ShardedState):
+class Zero3State(ZeroState):
     """Stage 3: a master is this rank's partition of a sub-group."""
 
     def _find_shards(self) -> Iterator[Shard]:

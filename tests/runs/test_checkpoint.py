@@ -329,7 +329,7 @@ def test_cpu_adam_goes_on_exactly_after_many_steps():
 
     from support import patches
     from support.strategies import ops
-    from support.strategies.optimizer_shards import replay_bias_correction
+    from support.strategies.zero_shards import replay_bias_correction
 
     patches.load_compiled_ops(["cpu_adam"], ops.load)
 

@@ -54,7 +54,8 @@ def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("capable, limit", [(True, 1), (False, 2**20), (False, RLIM_INFINITY)])
 def test_memory_may_be_locked(monkeypatch, capable, limit):
-    monkeypatch.setattr(requirements, "_has_capability", lambda number: capable)
+    status = f"CapEff:\t{capable << 14:016x}\n"
+    monkeypatch.setattr(requirements.Path, "read_text", lambda path: status)
     monkeypatch.setattr(requirements.resource, "getrlimit", lambda _: (limit, limit))
     requirements.check_locked_memory(2**20)
     if not capable and limit != RLIM_INFINITY:
