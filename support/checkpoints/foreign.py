@@ -136,15 +136,14 @@ def _states_of(model: nn.Module, optimizer: dict) -> dict[str, dict]:
 
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # does not use the first argument
-    groups = [[n for n in shapes if n in decayed], [n for n in shapes if n not in decayed]]
-    numbers = [group["params"] for group in optimizer["param_groups"]]
-    if list(map(len, filter(None, groups))) != list(map(len, numbers)):
-        raise ValueError("its groups of parameters do not fit the model")
-    order = zip(chain(*groups), chain(*numbers), strict=True)
-    # A weight without a gradient has no states.
-    states = {n: optimizer["state"][number] for n, number in order if number in optimizer["state"]}
-    if any(state[kind].shape != shapes[name] for name, state in states.items() for kind in MOMENTS):
-        raise ValueError("the shapes of its moments do not fit the model")
+    order = [n for n in shapes if n in decayed] + [n for n in shapes if n not in decayed]
+    numbers = chain(*(group["params"] for group in optimizer["param_groups"]))
+    states = {}
+    for name, number in zip(order, numbers, strict=True):
+        if state := optimizer["state"].get(number):  # a weight without a gradient has none
+            states[name] = state
+            if any(state[kind].shape != shapes[name] for kind in MOMENTS):
+                raise ValueError("the shapes of its moments do not fit the model")
     return states
 
 
