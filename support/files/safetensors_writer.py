@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -34,7 +34,7 @@ class WeightFiles:
     def __init__(
         self,
         folder: Path,
-        shapes: dict[str, Sequence[int]],
+        shapes: Mapping[str, Sequence[int]],
         dtype: torch.dtype,
         buffers: dict[str, torch.Tensor],
         file_bytes: str = FILE_BYTES,

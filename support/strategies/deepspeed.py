@@ -40,7 +40,6 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config: dict[str, Any] = copy.deepcopy(args.ds_config_dict or {})
     strategy, nvme_folder = configured_strategy(args), None
 
     def make_nvme_folder() -> str:
@@ -64,6 +63,15 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
     with quiet(args.verbose):
         # Uses the existing process group.
         deepspeed.init_distributed(dist_backend=ctx.backend)
+    args = args.replace(ds_config_dict=_complete(args, ctx, spec, nvme_folder))
+    if ctx.is_main:
+        write_ds_config(args, folder)
+    return args
+
+
+def _complete(args: Arguments, ctx: DistContext, spec, nvme_folder: str | None) -> dict[str, Any]:
+    """Return DeepSpeed's complete configuration."""
+    config = copy.deepcopy(args.ds_config_dict or {})
     if ctx.simulated and "fp16" in config:
         # With a larger scale gradients would overflow and their steps would be skipped.
         config["fp16"]["loss_scale"] = 1
@@ -71,16 +79,13 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
     )
     config = complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
-    if strategy.uses_nvme:
+    if nvme_folder:
         buffers = config["zero_optimization"].get("offload_param", {})
         elements = buffers.get("buffer_count", 5) * buffers.get("buffer_size", 0)
         requirements.check_locked_memory(ctx.dtype.itemsize * elements)
     if args.eval_only:
         config.pop("optimizer", None)
-    args = args.replace(ds_config_dict=config)
-    if ctx.is_main:
-        write_ds_config(args, folder)
-    return args
+    return config
 
 
 def partition_parameters(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:

@@ -52,9 +52,8 @@ def check_finite(
     reaches the weights of stages 1 and 2 in bf16; no checkpoint is saved then.
 
     Args:
-        objects: the optimizer, the flag `found_inf`, and the GradScaler after `unscale_`. With fp16
-            only the loss is checked: gradients that overflow are normal in fp16, and the scaler's
-            own flag skips only that update.
+        objects: the optimizer, the flag `found_inf`, and the GradScaler after `unscale_`. In fp16
+            gradients may overflow, and the scaler skips that update; only the loss is checked.
         loss: of this step; the same on all ranks.
         grad_norm: of all gradients; None for DeepSpeed.
         ctx: the ranks; a simulated run is not checked.
