@@ -294,6 +294,7 @@ class CheckpointManager:
         atomic.sync(unfinished)
         os.replace(unfinished, final)
         atomic.sync(self.folder)
+        atomic.sync(self.folder.parent)
         self._mark("latest", files.step_of(final))  # for users only
         if self.args.keep_last:
             for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:

@@ -46,12 +46,12 @@ def builder(tmp_path):
     (tmp_path / "module.cpp").write_text(MODULE)
     processes = []
 
-    def run(seconds: int = 0, command=(sys.executable, BUILDER, "offload")) -> subprocess.Popen:
+    def run(seconds: int = 0) -> subprocess.Popen:
         compiler = tmp_path / f"compiler{len(processes)}"
         compiler.write_text(COMPILER.format(folder=tmp_path, seconds=seconds))
         compiler.chmod(0o755)
         env = {"TORCH_EXTENSIONS_DIR": tmp_path / "extensions", "CXX": compiler}
-        processes.append(start(list(command), env, cwd=PROJECT))
+        processes.append(start([sys.executable, BUILDER, "offload"], env, cwd=PROJECT))
         return processes[-1]
 
     yield run
@@ -65,31 +65,21 @@ def calls(folder: Path) -> list[str]:
     return (folder / "compiled").read_text().split() if (folder / "compiled").exists() else []
 
 
-def wait_for_a_compiler(folder: Path) -> None:
+def test_ops_are_compiled_once_also_after_a_compilation_was_killed(builder, tmp_path):
+    first = builder(20)
     until = time.monotonic() + 90
-    while not calls(folder):
+    while not calls(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.1)
-
-
-def test_nothing_is_compiled_twice(builder, tmp_path):
-    out, err = finish(builder(), 120)
-    assert "cpu_adam: compiled in" in out, out + err
-    compiled = calls(tmp_path)
-    out, _ = finish(builder(), 60)
-    assert "cpu_adam: already compiled" in out
-    assert calls(tmp_path) == compiled
-
-
-def test_killed_compilation_leaves_no_lock(builder, tmp_path):
-    first = builder(20)
-    wait_for_a_compiler(tmp_path)
     first.kill()
     first.communicate(timeout=20)
     out, err = finish(builder(), 120)
     assert "cpu_adam: compiled in" in out, out + err
     [folder] = (tmp_path / "extensions").iterdir()
     assert {path.name for path in folder.iterdir()} == {"cpu_adam.so", ".lock"}
+    compiled = calls(tmp_path)
+    out, _ = finish(builder(), 60)
+    assert "cpu_adam: already compiled" in out and calls(tmp_path) == compiled
 
 
 def test_a_compiled_op_needs_no_compiler(script, tmp_path):
