@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -117,7 +117,7 @@ class PieceReader:
         """Fill a flat tensor with a parameter's elements from `start` on; missing moments are 0.
 
         Raises:
-            TrainingError: a file cannot be read, or the checkpoint lacks some of the elements.
+            TrainingError: the checkpoint lacks some of the elements.
         """
         filled = 0
         for piece in self._pieces.get(name, ()):  # an empty parameter has no pieces
@@ -130,20 +130,15 @@ class PieceReader:
             if kind != "weight" and not piece["moments"]:
                 part.zero_()
             else:
-                saved = self._slice(piece["file"], f"{name}@{first}/{kind}")
+                file = piece["file"]
+                if file not in self._files:
+                    self._files[file] = safe_open(self.folder / file, framework="pt")
+                saved = self._files[file].get_slice(f"{name}@{first}/{kind}")
                 part.copy_(saved[begin - first : end - first])
         if filled != flat.numel():
             raise TrainingError(
                 f"The checkpoint {self.folder} has {filled} of {flat.numel()} elements of {name}."
             )
-
-    def _slice(self, file: str, key: str):
-        try:
-            if file not in self._files:
-                self._files[file] = safe_open(self.folder / file, framework="pt")
-            return self._files[file].get_slice(key)
-        except (OSError, SafetensorError) as error:
-            raise TrainingError(f"{self.folder / file} cannot be read: {error}") from error
 
 
 def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:

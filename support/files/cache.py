@@ -46,9 +46,6 @@ class Cache:
         try:
             if is_damaged:
                 return folder, _read(folder)
-        except PermissionError as error:
-            problem = f"This user may not read the cache {error.filename}: use --cache_dir."
-            raise UserError(problem) from error
         except (OSError, ValueError, KeyError, TypeError) as damage:
             self.print0(f"The cached folder {folder} is damaged ({damage}): writing it again.")
         try:

@@ -63,9 +63,8 @@ def check_builds(missing: list[str]) -> None:
     compiler, names = os.environ.get("CXX", "c++"), ", ".join(missing)
     if shutil.which(compiler) is None:
         raise MissingRequirement(
-            f"DeepSpeed's {names} must be compiled for offload and infinity, but "
-            f"there is no C++ compiler ({compiler}): apt install build-essential, or module load "
-            "gcc on a cluster. The other strategies need none without --compile."
+            f"DeepSpeed's {names} must be compiled for offload and infinity, but there is no C++ "
+            f"compiler ({compiler}): apt install build-essential, or module load gcc on a cluster."
         )
     folder = ops.ops_folder()
     try:
