@@ -41,12 +41,13 @@ def main() -> None:
     wanted = [op for op in every_op if op in chosen | set(names)]
     try:
         requirements.check_builds([op for op in wanted if not ops.is_compiled(op)])
-        is_complete = ops.build_ops(wanted)
-    except (MissingRequirement, OSError) as error:
+        if ops.build_ops(wanted):
+            return
+    except MissingRequirement as error:
         print(f"❌ {error}")
-        is_complete = False
-    if not is_complete:
-        sys.exit(EXIT_FAILED)
+    except OSError as error:
+        print(f"❌ {error}: set TORCH_EXTENSIONS_DIR to a folder that can be written")
+    sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

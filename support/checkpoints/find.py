@@ -159,19 +159,10 @@ def check_optimizer(path: Path, manifest: dict, family: str | None) -> None:
 
 def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
     """Return the newest checkpoint in `wanted`, or if it is "" in `folder`, that can be used."""
-    candidates, program = [], None
-    if ctx.is_main:  # rank 0 decides: other nodes may see new names in a shared folder later
-        candidates = candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
-        if wanted and not candidates:
-            from support.checkpoints.recognize import format_of
-
-            program = format_of(Path(wanted))
-    candidates, program = ctx.broadcast_from_rank0((candidates, program))
-    if program:
-        raise UserError(
-            f"--resume {wanted} is a checkpoint of {program}. Convert it first: "
-            f"python scripts/convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
-        )
+    # Rank 0 decides: other nodes may see new names in a shared folder later.
+    candidates = ctx.broadcast_from_rank0(
+        candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
+    )
     for candidate in candidates:
         manifest, problem = verify(candidate, ctx)
         if not problem:
@@ -180,9 +171,12 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
             raise UserError(f"--resume {wanted}: {problem}.")
         ctx.console.warn(f"Skipped the checkpoint {candidate}: {problem}.")
     if wanted or candidates:
+        advice = "Remove the folder to start from the beginning."
+        if wanted:
+            advice = "To convert one of Trainer, DeepSpeed or FSDP: python scripts/"
+            advice += f"convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
         raise UserError(
-            f"--resume: no checkpoint in {wanted or folder} is complete and undamaged."
-            + ("" if wanted else " Remove the folder to start from the beginning.")
+            f"--resume: no checkpoint in {wanted or folder} is complete and undamaged. {advice}"
         )
     return None
 

@@ -30,7 +30,7 @@ def check_requirements(args: Arguments) -> None:
     """Check what the strategy needs of this machine, before any data is read.
 
     Raises:
-        MissingRequirement: a newer release, a compiler, a writable folder or libaio is missing.
+        MissingRequirement: a newer release, a compiler or libaio is missing.
     """
     strategy = configured_strategy(args)
     if not torch.cuda.is_available():
@@ -57,7 +57,7 @@ def check_cpu_support(strategy: Strategy) -> None:
 
 
 def check_builds(missing: list[str]) -> None:
-    """Check for a C++ compiler and a writable folder, which the missing ops need."""
+    """Check for a C++ compiler, which the missing ops need."""
     if not missing:
         return
     compiler, names = os.environ.get("CXX", "c++"), ", ".join(missing)
@@ -66,15 +66,6 @@ def check_builds(missing: list[str]) -> None:
             f"DeepSpeed's {names} must be compiled for offload and infinity, but there is no C++ "
             f"compiler ({compiler}): apt install build-essential, or module load gcc on a cluster."
         )
-    folder = ops.ops_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MissingRequirement(
-            f"DeepSpeed's {names} must be compiled, but {folder} cannot be written "
-            f"({error.strerror}): set TORCH_EXTENSIONS_DIR to a folder that can, or compile them "
-            "with `python scripts/build_ops.py` where it is writable."
-        ) from error
 
 
 def check_locked_memory(needed: int) -> None:
