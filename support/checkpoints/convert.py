@@ -87,11 +87,10 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
             "the tokenizer: resume it, save a checkpoint, and convert that one."
         )
     buffers = load_file(source.folder / BUFFERS) if BUFFERS in described else {}
-    for name in described:
-        if name != BUFFERS:
-            copy = folder / name.removeprefix("model/")
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.folder / name, copy)
+    for name in set(described) - {BUFFERS}:
+        copy = folder / name.removeprefix("model/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / name, copy)
     rename: Callable[[str], str] = str
     stem = "model"
     if "model/adapter_config.json" in described:

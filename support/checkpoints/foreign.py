@@ -59,10 +59,9 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Foreign
     deepspeed, fsdp = recognize.deepspeed_folder(folder), recognize.fsdp_folders(folder)
     is_universal = (folder / "zero").is_dir() or (folder / "latest_universal").is_file()
     if (deepspeed or fsdp) and not is_universal and not trusted:
-        kind = "a DeepSpeed checkpoint" if deepspeed else "sharded state of FSDP"
         raise UserError(
-            f"{folder} is {kind}, whose files are pickles: loading one executes the code in it. "
-            "If you trust its author, add --trust_checkpoint."
+            f"{folder} is a checkpoint of DeepSpeed or FSDP, whose files are pickles: loading one "
+            "executes the code in it. If you trust its author, add --trust_checkpoint."
         )
     with TemporaryDirectory(prefix=".convert-", dir=scratch) as temporary:
         if is_universal:

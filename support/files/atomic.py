@@ -221,18 +221,21 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
     Returns:
         The final path.
     Raises:
-        OSError: the disk is full or not writable.
+        OSError: the disk is full or not writable. An existing folder keeps its name.
     """
-    sync_tree(temporary.path / "new")
+    new, old = temporary.path / "new", temporary.path / "old"
+    sync_tree(new)
     if replace and os.path.lexists(folder):
-        os.rename(folder, temporary.path / "old")
+        os.rename(folder, old)
     for number in itertools.count(1):
         final = folder.with_name(f"{folder.name}-{number}") if number > 1 else folder
         try:
-            os.rename(temporary.path / "new", final)
+            os.rename(new, final)
             break
         except OSError as error:
             if error.errno not in EXISTS:
+                if old.exists():
+                    os.rename(old, folder)
                 raise
     sync(folder.parent)
     return final
