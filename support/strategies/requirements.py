@@ -96,19 +96,17 @@ def make_nvme_folder(path: str | None, needed: int) -> TemporaryFolder:
         MissingRequirement: `path` (--nvme_path; None: the temporary folder) is not writable, has
             too little free space, or its file system has no direct I/O.
     """
-    parent = Path(path or tempfile.gettempdir())
-    temporary = None
+    parent, temporary, problem = Path(path or tempfile.gettempdir()), None, ""
     try:
         temporary = TemporaryFolder(parent, NVME_PREFIX, mode=0o700)
-        free = shutil.disk_usage(parent).free
-        os.close(os.open(temporary.path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
-        problem = ""
-        if free < needed:
+        if (free := shutil.disk_usage(parent).free) < needed:
             problem = f"has {free / GB:.2f} GB free, and infinity needs {needed / GB:.2f} GB there"
+        else:
+            os.close(os.open(temporary.path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
     except OSError as error:  # NFS and tmpfs often have no direct I/O
         problem = f"cannot be written with direct I/O ({error.strerror})"
     if temporary and not problem:
         return temporary
     if temporary:
         temporary.remove()
-    raise MissingRequirement(f"--nvme_path {parent} {problem}. Name a folder on a local disk.")
+    raise MissingRequirement(f"--nvme_path {parent} {problem}: name a folder on a local disk.")
