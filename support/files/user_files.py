@@ -121,6 +121,8 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
             return [path]
         if not path.exists():
             raise UserError(f"{name}: no such file or folder.")
+        if not path.is_dir():
+            raise UserError(f"{name} is a pipe or a device: save the data in a file first.")
         found = [file for file in _walk(path) if file.is_file() and file.stat().st_size]
     except OSError as error:  # for instance a name that is too long, or no permission
         place = error.filename or path
