@@ -191,15 +191,20 @@ def _of_universal(folder: Path, trusted: bool) -> ForeignCheckpoint:
 
 def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
     """Open sharded state with the names of get_model_state_dict and get_optimizer_state_dict."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     weights: dict = {}
     states: dict = {}
     for folder in folders:
         file = scratch / f"{folder.name}.pt"
-        problem = f"{folder}: torch's dcp_to_torch_save cannot read .metadata and the tensors"
-        with refused_as(problem, longest=200):
+        try:
             dcp_to_torch_save(folder, file)
+        except (CheckpointException, Exception) as error:  # the first is a BaseException
+            raise UserError(
+                f"{folder}: .metadata or a file with its tensors cannot be read by torch's "
+                f"dcp_to_torch_save: {shown(first_line(error), 200)}."
+            ) from error
         for part in _parts_of(load_tensors(file)):
             if "param_groups" in part:
                 states = part["state"]
