@@ -66,10 +66,10 @@ from support.data import streaming
 from support.model import resolve as models
 from support.model.loss import next_token_loss
 from support.report.run import Run
-from support.strategies import deepspeed as zero
-from support.strategies import fsdp, gradients
+from support.strategies import gradients
 from support.strategy import STRATEGIES
 from support.train_state import TrainState
+from support.unwrap import is_fsdp_module
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
@@ -93,6 +93,8 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     train_data, validation, dataset = open_dataset(args, ctx, spec.tokenizer)
     if args.ds_config_dict:  # fill in each "auto", and write <output_dir>/ds_config.json
+        from support.strategies import deepspeed as zero
+
         args = zero.configure(args, ctx, spec, run.folder)
     model = load_model(args, ctx, spec)
     run.model_loaded(args, spec, dataset, train_data)
@@ -281,8 +283,7 @@ def rest_of_epoch(
 ) -> Iterable[data.StepBatch]:
     """Return this rank's step batches for the rest of the epoch, on the device.
 
-    The order of the sequences depends on the seed and the epoch only. A resumed run skips those
-    that it has trained on.
+    Their order depends on the seed and the epoch only. A resumed run skips what it has seen.
     """
     if args.streaming:
         return train_data.step_batches(ctx.device)
@@ -342,11 +343,10 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
 def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
     """Return the autocast context for 16-bit computation with fp32 weights.
 
-    It is disabled where the weights are converted anyway: by DeepSpeed's engine, and by FSDP2's
-    mixed-precision policy in bf16.
+    DeepSpeed's engine, and in bf16 FSDP2's mixed-precision policy, convert the weights themselves.
     """
     is_engine = hasattr(model, "set_gradient_accumulation_boundary")
-    converted = is_engine or (fsdp.is_fsdp_module(model) and ctx.precision == "bf16")
+    converted = is_engine or (is_fsdp_module(model) and ctx.precision == "bf16")
     enabled = ctx.precision != "fp32" and not converted
     return torch.autocast(ctx.device.type, ctx.dtype, enabled=enabled)
 
@@ -355,10 +355,9 @@ def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
 def gradient_sync(model: nn.Module, needed: bool) -> Iterator[None]:
     """Reduce the gradients over the ranks in this backward pass only if `needed`.
 
-    With gradient accumulation only the last micro-batch of a step needs it. Until then FSDP stores
-    whole gradients: less communication for more memory.
+    Only the last micro-batch of a step needs it. Until then FSDP stores whole gradients.
     """
-    if fsdp.is_fsdp_module(model):
+    if is_fsdp_module(model):
         model.set_requires_gradient_sync(needed)
     skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
     with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():
@@ -388,8 +387,7 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
 def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContext) -> float | None:
     """Compute the mean loss over the validation tokens.
 
-    The sequences are divided among the ranks as in training, so that every token counts exactly
-    once for any number of ranks.
+    The ranks share the sequences as in training, so every token counts exactly once.
 
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
@@ -527,8 +525,7 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
 def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
-    The sharded model is built on the meta device, without memory. Then rank 0's weights are
-    broadcast tensor by tensor, and each rank keeps its shard.
+    The sharded model is built without memory; then rank 0's weights are broadcast one by one.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -536,6 +533,8 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         OffloadPolicy,
         fully_shard,
     )
+
+    from support.strategies import fsdp
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
@@ -565,9 +564,10 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
 def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
-    The weight file is memory-mapped. Parameters are copied and partitioned one by one, so a rank
-    never stores more than its shards and one full parameter.
+    The weight file is memory-mapped. A rank never stores more than its shards and one parameter.
     """
+    from support.strategies import deepspeed as zero
+
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
     return zero.partition_parameters(spec.load(ctx, dtype="auto"), args, ctx)
 
@@ -575,10 +575,12 @@ def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSp
 def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
     """Create the DeepSpeed engine, which owns the optimizer and shards its states.
 
-    Its configuration is in <output_dir>/ds_config.json: for zero2 ds_config_stage2.json with the
-    values of the flags. It describes AdamW; DeepSpeed calls create_optimizer for the others.
+    Its configuration, <output_dir>/ds_config.json, describes AdamW; DeepSpeed calls
+    create_optimizer for the others.
     """
     import deepspeed
+
+    from support.strategies import deepspeed as zero
 
     use_ours = args.optim != "adamw" and not args.eval_only
     with zero.quiet(args.verbose):

@@ -12,10 +12,6 @@ usage.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -35,39 +31,23 @@ from support.strategy import STRATEGIES
 def main() -> None:
     """Read the arguments, and compile what is missing."""
     parser = kinds.Parser.of_script(__doc__)
-    parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")
-    parser.add_argument("--verbose", action="store_true", help="show the compiler's output")
-    args = parser.parse_args()
     every_op = ops.needed_ops(STRATEGIES["infinity"])
-    for name in args.names:
-        if name not in [*STRATEGIES, *every_op]:
-            parser.error(f"{name} is neither a strategy nor one of {', '.join(every_op)}")
-    names = args.names or ["infinity"]
+    choices = [*STRATEGIES, *every_op]
+    parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")
+    names = parser.parse_args().names or ["infinity"]
+    if unknown := [name for name in names if name not in choices]:
+        parser.error(f"{unknown[0]} is none of {', '.join(choices)}")
     chosen = {op for name in names if name in STRATEGIES for op in ops.needed_ops(STRATEGIES[name])}
     wanted = [op for op in every_op if op in chosen | set(names)]
-    end_compilers_with_this_process()
     try:
         requirements.check_builds([op for op in wanted if not ops.is_compiled(op)])
-        is_complete = ops.build_ops(wanted, functools.partial(print, flush=True), args.verbose)
-    except (MissingRequirement, OSError) as error:
+        if ops.build_ops(wanted):
+            return
+    except MissingRequirement as error:
         print(f"❌ {error}")
-        is_complete = False
-    if not is_complete:
-        sys.exit(EXIT_FAILED)
-
-
-def end_compilers_with_this_process() -> None:
-    """Install a handler that ends the compilers when a signal ends this process."""
-    import psutil
-
-    def end(number: int, _frame) -> None:
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.terminate()
-        os._exit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    except OSError as error:
+        print(f"❌ {error}: set TORCH_EXTENSIONS_DIR to a folder that can be written")
+    sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
     python scripts/convert_checkpoint.py runs/mine --inspect
     python scripts/convert_checkpoint.py runs/mine/checkpoints/step-00000100 --to hf my-model
     python scripts/convert_checkpoint.py runs/mine --to torch weights
-    python scripts/convert_checkpoint.py runs/mine --to deepspeed-universal universal
-    python scripts/convert_checkpoint.py universal --to checkpoint start      # then --resume start
     python scripts/convert_checkpoint.py trainer/checkpoint-500 --to checkpoint start
 
 --to checkpoint reads checkpoints of Hugging Face's Trainer, of DeepSpeed (also universal ones) and
@@ -37,8 +35,7 @@ def main() -> None:
     source = "the folder of a checkpoint, of a run, or for --to checkpoint of another program's"
     add("source", type=kinds.path, metavar="CKPT", help=source)
     add("target", type=kinds.path, metavar="OUT", nargs="?", help="the new folder, for --to")
-    formats = ("hf", "torch", "deepspeed-universal", "checkpoint")
-    add("--to", choices=formats, help="the format of OUT")
+    add("--to", choices=("hf", "torch", "checkpoint"), help="the format of OUT")
     add("--inspect", action="store_true", help="describe CKPT, and verify its files")
     dtypes = ("fp32", "bf16", "fp16")
     add("--dtype", choices=dtypes, default="fp32", help="of hf's weights (default: fp32)")
@@ -47,12 +44,8 @@ def main() -> None:
     trust = "load a DeepSpeed or FSDP checkpoint, although the code in its pickles is executed"
     add("--trust_checkpoint", action="store_true", help=trust)
     args = parser.parse_intermixed_args()
-    if args.inspect == bool(args.to):
+    if args.inspect == bool(args.to) or bool(args.to) != bool(args.target):
         parser.error("give either --inspect or --to FORMAT OUT")
-    if args.to and not args.target:
-        parser.error("--to needs OUT, the new folder")
-    if args.inspect and args.target:
-        parser.error("--inspect writes nothing: omit OUT")
     try:
         run(args)
     except Exception as error:
@@ -72,18 +65,15 @@ def run(args) -> None:
             own = convert.OwnCheckpoint(args.source)
             convert.write_hf(own, folder, DTYPES[args.dtype], args.max_shard_size)
         else:
-            writer = convert.write_torch if args.to == "torch" else convert.write_universal
-            writer(convert.OwnCheckpoint(args.source), folder)
+            convert.write_torch(convert.OwnCheckpoint(args.source), folder)
 
     if not args.source.is_dir():
         raise UserError(f"{args.source}: no such folder.")
     if args.inspect:
         print(convert.inspect(convert.OwnCheckpoint(args.source)))
-        process.check_output()
-        return
-    written = convert.write_folder(args.target, write)
-    print(f"📁 {args.target.with_name(written.name)}")
+    else:
+        print(f"📁 {convert.write_folder(args.target, write)}")
 
 
 if __name__ == "__main__":
-    process.run_command_line(main, printed=False)
+    process.run_command_line(main)

@@ -1,9 +1,7 @@
 """Convert checkpoints of this project to other formats.
 
-    hf                    the weights, for `AutoModelForCausalLM.from_pretrained`
-    torch                 model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
-    deepspeed-universal   a DeepSpeed universal checkpoint, which DeepSpeed loads if its JSON
-                          configuration has `"checkpoint": {"load_universal": true}`
+    hf      the weights, for `AutoModelForCausalLM.from_pretrained`
+    torch   model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
 
 `write_checkpoint` is the other direction; `foreign` opens checkpoints of other programs for it.
 """
@@ -14,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,9 +27,6 @@ from support.model.export import model_card
 from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
 from support.train_state import NEW_RUN
-from support.versions import versions
-
-UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
 
 class OwnCheckpoint:
@@ -92,11 +87,10 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
             "the tokenizer: resume it, save a checkpoint, and convert that one."
         )
     buffers = load_file(source.folder / BUFFERS) if BUFFERS in described else {}
-    for name in described:
-        if name != BUFFERS:
-            copy = folder / name.removeprefix("model/")
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.folder / name, copy)
+    for name in set(described) - {BUFFERS}:
+        copy = folder / name.removeprefix("model/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / name, copy)
     rename: Callable[[str], str] = str
     stem = "model"
     if "model/adapter_config.json" in described:
@@ -105,9 +99,7 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         config = json.loads((folder / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shapes: dict[str, Sequence[int]] = {
-        rename(name): shape for name, shape in source.shapes.items()
-    }
+    shapes = {rename(name): list(shape) for name, shape in source.shapes.items()}
     try:
         files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
     except ValueError as error:
@@ -135,48 +127,8 @@ def write_torch(source: OwnCheckpoint, folder: Path) -> None:
         torch.save({"step": source.adam_step, **moments}, folder / "optimizer.pt")
 
 
-def write_universal(source: OwnCheckpoint, folder: Path) -> None:
-    """Write a universal checkpoint that DeepSpeed's stages 1, 2 and 3 load.
-
-    Raises:
-        UserError: the checkpoint was imported and never trained, so it has no parameter groups.
-    """
-    counters, groups = source.manifest["counters"], source.manifest["groups"]
-    if not groups:
-        raise UserError(
-            f"{source.folder} was imported and has not been trained: resume it, save a checkpoint, "
-            "and convert that one."
-        )
-    inner = folder / f"global_step{counters['step']}_universal"
-    step = torch.tensor(float(source.adam_step))
-    for name, shape in source.shapes.items():  # `read_manifest` refuses names that leave the folder
-        parameter_folder = inner / "zero" / name
-        parameter_folder.mkdir(parents=True)
-        for kind, file in UNIVERSAL_FILES.items():
-            tensor = source.read(name, kind) if kind in source.kinds else torch.zeros(shape)
-            torch.save({"param": tensor}, parameter_folder / file)
-        torch.save(step, parameter_folder / "step.pt")
-    # Stage 3 copies the values of the first group to all groups. weight_decay differs between the
-    # groups, so it is left out, and the engine keeps its own.
-    common = {key: value for key, value in groups[0].items() if key != "weight_decay"}
-    optimizer = {"state": {0: {"step": step}}, "param_groups": [common]}
-    version = {"ds_version": versions().get("deepspeed") or "0.19.8"}  # the tested version
-    states = {**version, "param_groups": groups, "optimizer_state_dict": optimizer}
-    torch.save(states, inner / "zero" / "optimizer_state.pt")
-    state = {**version, "module": {}, "lr_scheduler": None, "skipped_steps": 0}
-    state |= {"dp_world_size": 1, "mp_world_size": 1}
-    state |= {"global_steps": counters["step"], "global_samples": counters["samples"]}
-    for prefix in ("", "zero_pp_rank_0_"):  # of stages 1 and 2, of stage 3
-        torch.save(state, inner / f"{prefix}mp_rank_00_model_states.pt")
-    (folder / "latest_universal").write_text(inner.name)
-
-
 def write_checkpoint(source, folder: Path) -> None:
-    """Write a checkpoint of this project from a foreign.ForeignCheckpoint.
-
-    Raises:
-        ValueError: a name of the source would leave the folder.
-    """
+    """Write a checkpoint of this project from a foreign.ForeignCheckpoint."""
     writer = PieceWriter(folder)
     for name, weight in source.weights.items():
         state = source.states.get(name, {})  # a weight that was not trained has none
@@ -186,7 +138,7 @@ def write_checkpoint(source, folder: Path) -> None:
     manifest = {
         "counters": {**NEW_RUN, "step": source.step},
         "adam_step": source.adam_step,
-        "identity": {"told": source.settings},  # --resume reports the settings that have changed
+        "identity": {},
         "shapes": {name: list(weight.shape) for name, weight in source.weights.items()},
         "pieces": writer.pieces,
         "files": writer.files,
@@ -198,16 +150,16 @@ def inspect(source: OwnCheckpoint) -> str:
     """Describe a checkpoint in lines for the terminal; opening it has verified every file."""
     counters, told = source.manifest["counters"], source.manifest["identity"]["told"]
     files = source.manifest["files"].values()
-    numbers = {name: math.prod(shape) for name, shape in source.shapes.items()}
-    width = max(map(len, numbers), default=0)
     strategy, ranks, precision = (told.get(key, "?") for key in ("strategy", "ranks", "precision"))
-    text = f"""{source.folder}
-  step {counters["step"]:,}, {counters["samples"]:,} samples seen, loss {counters["last_loss"]}
-  saved under {strategy} on {ranks} ranks, {precision}
-  {sum(numbers.values()):,} parameters; of each {", ".join(source.kinds)} in fp32; Adam's step \
-{source.adam_step}
-  {len(files)} files, {sum(file["bytes"] for file in files):,} bytes; every SHA-256 matches
-"""
-    for name, shape in source.shapes.items():
-        text += f"\n  {name:{width}}  {'×'.join(map(str, shape)):>16}  {numbers[name]:>14,}"
-    return text
+    lines = [
+        f"{source.folder}",
+        f"  step {counters['step']:,}, {counters['samples']:,} samples, last loss "
+        f"{counters['last_loss']}",
+        f"  saved under {strategy} on {ranks} ranks, {precision}",
+        f"  {sum(map(math.prod, source.shapes.values())):,} parameters; of each "
+        f"{', '.join(source.kinds)} in fp32; Adam's step {source.adam_step}",
+        f"  {len(files)} files, {sum(f['bytes'] for f in files):,} bytes; every SHA-256 matches",
+        "",
+    ]
+    lines += [f"  {name}  {'×'.join(map(str, shape))}" for name, shape in source.shapes.items()]
+    return "\n".join(lines)

@@ -13,31 +13,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from support.checkpoints import recognize
-from support.checkpoints.convert import UNIVERSAL_FILES
-from support.errors import UserError, first_line
+from support.errors import UserError, first_line, refused_as
 from support.files.user_files import shown
 from support.model.weights import NO_REMOTE_CODE, from_folder
+from support.process import run_program
 from support.strategies.optimizer_shards import MOMENTS
 
-# What readers raise for a file that is damaged, or has other contents than its name says.
-UNREADABLE = (
-    *(pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, EOFError, ValueError),
-    *(KeyError, IndexError, TypeError, AttributeError),
-)
+UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
 
 @dataclass
@@ -49,7 +42,6 @@ class ForeignCheckpoint:
     states: dict[str, dict]
     adam_step: int  # number of updates that Adam has made; 0 without states
     step: int = 0  # of the run. Its position in the data is not known
-    settings: dict = field(default_factory=dict)  # {flag: value} of the flags that are known
 
 
 @contextlib.contextmanager
@@ -67,10 +59,9 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Foreign
     deepspeed, fsdp = recognize.deepspeed_folder(folder), recognize.fsdp_folders(folder)
     is_universal = (folder / "zero").is_dir() or (folder / "latest_universal").is_file()
     if (deepspeed or fsdp) and not is_universal and not trusted:
-        kind = "a DeepSpeed checkpoint" if deepspeed else "sharded state of FSDP"
         raise UserError(
-            f"{folder} is {kind}, whose files are pickles: loading one executes the code in it. "
-            "If you trust its author, add --trust_checkpoint."
+            f"{folder} is a checkpoint of DeepSpeed or FSDP, whose files are pickles: loading one "
+            "executes the code in it. If you trust its author, add --trust_checkpoint."
         )
     with TemporaryDirectory(prefix=".convert-", dir=scratch) as temporary:
         if is_universal:
@@ -91,7 +82,7 @@ def load_tensors(path: Path, trusted: bool = False):
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)
-    except UNREADABLE as error:
+    except Exception as error:  # of a dozen classes
         reason = shown(first_line(error), 200)
         if "weights_only" in str(error):
             reason = "it contains Python objects, whose code is executed with --trust_checkpoint"
@@ -108,29 +99,16 @@ def _step_of(states: dict) -> int:
 
 def _of_trainer(folder: Path) -> ForeignCheckpoint:
     """Open a checkpoint of Trainer with torch's AdamW, on one process or with DDP."""
-    if not (folder / "trainer_state.json").is_file():
-        raise UserError(
-            f"{folder} is not a checkpoint of Hugging Face's Trainer, DeepSpeed or FSDP: it has no "
-            "trainer_state.json."
-        )
-    optimizer = load_tensors(folder / "optimizer.pt")
-    try:
-        model = _model_of(folder)
+    with refused_as(
+        f"{folder} is not a checkpoint of Hugging Face's Trainer with torch's AdamW, of DeepSpeed "
+        f"or FSDP (real_model_example.py --model {folder} starts from its weights alone)",
+        longest=200,
+    ):
         trainer = json.loads((folder / "trainer_state.json").read_bytes())
-        states, group = _states_of(model, optimizer), optimizer["param_groups"][0]
-        settings = {key: trainer[key] for key in ("max_steps",) if key in trainer}
-        settings |= {"lr": group.get("initial_lr", group["lr"]), "adam_epsilon": group["eps"]}
-        settings |= {"weight_decay": group["weight_decay"]}
-        settings["adam_beta1"], settings["adam_beta2"] = group["betas"]
+        model, optimizer = _model_of(folder), load_tensors(folder / "optimizer.pt")
+        states = _states_of(model, optimizer)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        step = int(trainer["global_step"])
-        return ForeignCheckpoint(weights, states, _step_of(states), step, settings)
-    except UNREADABLE as error:
-        raise UserError(
-            f"{folder} is not a checkpoint of Trainer with torch's AdamW "
-            f"({shown(first_line(error), 200)}). To start from its weights alone: "
-            f"real_model_example.py --model {folder}"
-        ) from error
+        return ForeignCheckpoint(weights, states, _step_of(states), int(trainer["global_step"]))
 
 
 def _model_of(folder: Path) -> nn.Module:
@@ -157,15 +135,14 @@ def _states_of(model: nn.Module, optimizer: dict) -> dict[str, dict]:
 
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # does not use the first argument
-    groups = [[n for n in shapes if n in decayed], [n for n in shapes if n not in decayed]]
-    numbers = [group["params"] for group in optimizer["param_groups"]]
-    if list(map(len, filter(None, groups))) != list(map(len, numbers)):
-        raise ValueError("its groups of parameters do not fit the model")
-    order = zip(chain(*groups), chain(*numbers), strict=True)
-    # A weight without a gradient has no states.
-    states = {n: optimizer["state"][number] for n, number in order if number in optimizer["state"]}
-    if any(state[kind].shape != shapes[name] for name, state in states.items() for kind in MOMENTS):
-        raise ValueError("the shapes of its moments do not fit the model")
+    order = [n for n in shapes if n in decayed] + [n for n in shapes if n not in decayed]
+    numbers = chain(*(group["params"] for group in optimizer["param_groups"]))
+    states = {}
+    for name, number in zip(order, numbers, strict=True):
+        if state := optimizer["state"].get(number):  # a weight without a gradient has none
+            states[name] = state
+            if any(state[kind].shape != shapes[name] for kind in MOMENTS):
+                raise ValueError("the shapes of its moments do not fit the model")
     return states
 
 
@@ -178,10 +155,9 @@ def _to_universal(folder: Path, scratch: str) -> Path:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
     command += ["--input_folder", str(folder.absolute()), "--output_folder", f"{scratch}/universal"]
-    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
-    if done.returncode:
-        last_line = done.stderr.strip().rpartition("\n")[2]
+    code, output = run_program(command, {**os.environ, "DS_ACCELERATOR": "cpu"})
+    if code:
+        last_line = output.strip().rpartition("\n")[2]
         raise UserError(f"{folder}: DeepSpeed's ds_to_universal failed: {shown(last_line, 300)}")
     return Path(scratch, "universal")
 
@@ -224,7 +200,7 @@ def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
         file = scratch / f"{folder.name}.pt"
         try:
             dcp_to_torch_save(folder, file)
-        except (CheckpointException, *UNREADABLE) as error:
+        except (CheckpointException, Exception) as error:  # the first is a BaseException
             raise UserError(
                 f"{folder}: .metadata or a file with its tensors cannot be read by torch's "
                 f"dcp_to_torch_save: {shown(first_line(error), 200)}."

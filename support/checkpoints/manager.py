@@ -22,16 +22,29 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from support.checkpoints import format as files
-from support.checkpoints.compatibility import refuse_other_run, report_changes, run_signature
-from support.checkpoints.find import Found, check_optimizer, find_checkpoint, verify
-from support.checkpoints.tensors import PieceWriter, check_shapes, read_shards, write_shards
+from support.checkpoints.find import (
+    Found,
+    check_optimizer,
+    find_checkpoint,
+    refuse_other_run,
+    report_changes,
+    run_signature,
+    verify,
+)
+from support.checkpoints.tensors import (
+    PieceWriter,
+    check_shapes,
+    read_shards,
+    sharded_state,
+    write_shards,
+)
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import FirstError, OutOfMemory, TrainingError, UserError, explain
 from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
-from support.strategies.optimizer_shards import PlainState, free_gathered_weights, sharded_state
+from support.strategies.optimizer_shards import PlainState, free_gathered_weights
 from support.train_state import NEW_RUN, TrainingObjects, TrainState
 from support.unwrap import unwrapped
 
@@ -61,7 +74,7 @@ class CheckpointManager:
     def __post_init__(self, dataset: dict) -> None:
         args, self.folder = self.args, self.folder / "checkpoints"
         self.model, self.module = self.objects.model, unwrapped(self.objects.model)
-        # The run signature, see support/checkpoints/compatibility.py.
+        # The run signature, see support/checkpoints/find.py.
         self.identity = run_signature(args, self.ctx, self.spec, dataset, self.model)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
@@ -74,9 +87,8 @@ class CheckpointManager:
         if self._can_save or args.eval_only:
             return
         problem = "Checkpoints do not support the DeepSpeed file's optimizer"
-        flags = ("save_every", "save_epochs", "load_best_at_end", "resume")
-        if given := [flag for flag in flags if getattr(args, flag) not in (None, False)]:
-            raise UserError(f"{problem}: use AdamW or --optim, or omit --{' and --'.join(given)}.")
+        if args.save_every or args.save_epochs or args.load_best_at_end or args.resume is not None:
+            raise UserError(f"{problem}: use AdamW or --optim, or save and resume none.")
         if not args.no_save:
             self.ctx.console.warn(f"{problem}: a signal will end this run without one.")
 
@@ -98,7 +110,7 @@ class CheckpointManager:
         report_changes(manifest["identity"], self.identity, self.ctx)
         self._load_weights(path, manifest)
         counters, objects = manifest["counters"], self.objects
-        # An imported checkpoint has no position, so its stream starts at the beginning.
+        # An imported checkpoint has no position.
         if objects.stream is not None and (manifest["stream"] or counters["samples"]):
             objects.stream.resume(manifest["stream"])
         gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
@@ -109,18 +121,11 @@ class CheckpointManager:
                 group["lr"] = saved["lr"]
                 if "betas" in saved:  # not those of SGD
                     group["betas"] = tuple(saved["betas"])
-        elif self._scheduler or manifest["lr_scheduler"]:
-            self.ctx.console.warn(
-                "--resume: the learning rate's schedule changes between a DeepSpeed file's and "
-                "--lr_scheduler; the file's starts from its beginning."
-            )
         if self.args.load_best_at_end and (best := counters["best"]):
             best_folder = files.step_folder(self.folder, best["step"])
             if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
                 counters = {**counters, "best": None}
-                self.ctx.console.warn(
-                    f"{best_folder} is missing: only evaluations from here on may be the best."
-                )
+                self.ctx.console.warn(f"{best_folder} is missing: a later evaluation is the best.")
         dist.barrier()  # after it every rank has loaded its shards
         self.ctx.console.print0(f"▶️  Resumed from {path}")
         if path.resolve() == files.step_folder(self.folder, counters["step"]).resolve():
@@ -131,16 +136,13 @@ class CheckpointManager:
         """Load weights, optimizer states and buffers, after a check of all shapes."""
         check_optimizer(path, manifest, self.state.family)
         check_shapes(path, manifest, self.state)
-        saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
-        buffers = {name: b for name, b in self.module.named_buffers() if name in saved}
-        for name, buffer in buffers.items():
-            if saved[name].shape != buffer.shape:
-                raise UserError(f"--resume {path}: the buffer {name} has another shape there.")
         if files.ADAFACTOR_STATES in manifest["files"]:
             self.state.load_adafactor_states(load_file(path / files.ADAFACTOR_STATES))
         read_shards(path, manifest, self.state)
-        for name, buffer in buffers.items():
-            buffer.copy_(saved[name])
+        saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
+        for name, buffer in self.module.named_buffers():
+            if name in saved:
+                buffer.copy_(saved[name])
         self._loaded_from = path
 
     def take_over(self, best: dict | None) -> None:
@@ -150,19 +152,11 @@ class CheckpointManager:
         """
         if not self.ctx.is_main:
             return
-        if os.path.lexists(self.folder) and not self.folder.is_dir():
-            raise UserError(f"{self.folder} is not a folder, but checkpoints go there: rename it.")
         if self.ctx.lock:
             atomic.remove_leftovers(self.folder)
         for path in files.list_checkpoints(self.folder):
             if files.step_of(path) > self._resumed_at:
                 atomic.set_aside(path, f"aside-{path.name}")
-        for mark in files.MARKS:
-            if os.path.lexists(self.folder / mark) and not files.marked(self.folder, mark):
-                aside = atomic.set_aside(self.folder / mark, f"{mark}.damaged")
-                self.ctx.console.warn(
-                    f"{self.folder / mark} does not name a checkpoint: renamed to {aside.name}."
-                )
         if best and self.args.load_best_at_end:
             self._mark("best", best["step"])
 
@@ -281,11 +275,9 @@ class CheckpointManager:
             atomic.remove(unfinished)  # it exists after an error only
         if failed := ctx.broadcast_from_rank0(failed):
             raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
-        if ctx.is_main:
-            self._mark_latest(final)
 
     def _complete(self, unfinished: Path, final: Path, manifest: dict) -> None:
-        """Write the model's description and the manifest, and rename the folder."""
+        """Write the model's description and the manifest, rename the folder, remove old ones."""
         self.spec.describe(unfinished / "model")
         buffers = {} if self.spec.lora else persistent_buffers(self.module)
         states = self.state.adafactor_states() if isinstance(self.state, PlainState) else {}
@@ -301,24 +293,13 @@ class CheckpointManager:
         atomic.sync_tree(unfinished / "model")
         atomic.sync(unfinished)
         os.replace(unfinished, final)
-
-    def _mark_latest(self, final: Path) -> None:
-        """Name a complete checkpoint in `latest`, which is for users only, and remove old ones."""
-        try:
-            atomic.sync(self.folder)
-            atomic.sync(self.folder.parent)
-            self._mark("latest", files.step_of(final))
-            atomic.sync(self.folder)
-            if not self.args.keep_last:
-                return
+        atomic.sync(self.folder)
+        atomic.sync(self.folder.parent)
+        self._mark("latest", files.step_of(final))  # for users only
+        if self.args.keep_last:
             for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:
                 if old.name != files.marked(self.folder, "best"):
                     shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            self.ctx.console.warn(
-                f"The checkpoint {final} is complete, but `latest` next to it or an older "
-                f"checkpoint could not be changed ({error.strerror})."
-            )
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the model's present weights; None if there is none.

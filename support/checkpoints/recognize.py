@@ -6,16 +6,6 @@ import re
 from pathlib import Path
 
 
-def format_of(folder: Path) -> str | None:
-    """Return the program that wrote the checkpoint in a folder, or None if it is not known."""
-    folder = newest_of_trainer(folder)
-    if deepspeed_folder(folder):
-        return "DeepSpeed"
-    if fsdp_folders(folder):
-        return "FSDP"
-    return "Trainer" if (folder / "trainer_state.json").is_file() else None
-
-
 def newest_of_trainer(folder: Path) -> Path:
     """Return the newest checkpoint-N in a Trainer's output folder, or the folder itself."""
     found = {

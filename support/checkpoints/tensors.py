@@ -10,15 +10,32 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from support.checkpoints.format import KINDS, file_entry
 from support.errors import TrainingError, UserError
-from support.strategies.optimizer_shards import ShardedState
+from support.strategies.optimizer_shards import PlainState, ShardedState
 
 # Size limit of one file of tensors, and the host memory that a save needs on top of training.
 PIECE_FILE_BYTES = 256 << 20
+
+
+def sharded_state(model: nn.Module, optimizer, device: torch.device) -> ShardedState:
+    """Return the masters of this rank, in the layout that the strategy uses.
+
+    Args:
+        model: without the wrapper of DDP or DeepSpeed.
+        optimizer: as the strategy created it; for DeepSpeed its wrapper.
+        device: of the tensors that ranks exchange.
+    """
+    if not hasattr(optimizer, "optimizer"):
+        return PlainState(model, optimizer, device)
+    from support.strategies.zero_shards import Zero3State, Zero12State
+
+    is_stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    return (Zero3State if is_stage3 else Zero12State)(model, optimizer, device)
 
 
 class PieceWriter:
@@ -100,7 +117,7 @@ class PieceReader:
         """Fill a flat tensor with a parameter's elements from `start` on; missing moments are 0.
 
         Raises:
-            TrainingError: a file cannot be read, or the checkpoint lacks some of the elements.
+            TrainingError: the checkpoint lacks some of the elements.
         """
         filled = 0
         for piece in self._pieces.get(name, ()):  # an empty parameter has no pieces
@@ -113,20 +130,15 @@ class PieceReader:
             if kind != "weight" and not piece["moments"]:
                 part.zero_()
             else:
-                saved = self._slice(piece["file"], f"{name}@{first}/{kind}")
+                file = piece["file"]
+                if file not in self._files:
+                    self._files[file] = safe_open(self.folder / file, framework="pt")
+                saved = self._files[file].get_slice(f"{name}@{first}/{kind}")
                 part.copy_(saved[begin - first : end - first])
         if filled != flat.numel():
             raise TrainingError(
                 f"The checkpoint {self.folder} has {filled} of {flat.numel()} elements of {name}."
             )
-
-    def _slice(self, file: str, key: str):
-        try:
-            if file not in self._files:
-                self._files[file] = safe_open(self.folder / file, framework="pt")
-            return self._files[file].get_slice(key)
-        except (OSError, SafetensorError) as error:
-            raise TrainingError(f"{self.folder / file} cannot be read: {error}") from error
 
 
 def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:

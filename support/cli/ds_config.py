@@ -18,7 +18,7 @@ from support.cli.arguments import Arguments
 from support.cli.flags import FLAGS
 from support.errors import UserError
 from support.files.atomic import write_text
-from support.files.user_files import did_you_mean, read_text, shown, unique_keys
+from support.files.user_files import did_you_mean, read_text, shown
 from support.strategy import STRATEGIES, Strategy
 
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
@@ -85,7 +85,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of the file, without the keys that are null."""
-    return {key: value for key, value in unique_keys(pairs).items() if value is not None}
+    return {key: value for key, value in pairs if value is not None}
 
 
 class _Recorder(dict):

@@ -10,7 +10,7 @@ import threading
 from support.cli.arguments import Arguments, datasets_of
 from support.cli.paths import is_local_dataset, is_local_model
 from support.errors import UserError, first_line
-from support.files.hub_cache import cached_repository, huggingface_home, missing_of_model
+from support.files.cache import has_dataset, huggingface_home, missing_of_model
 from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.redaction import redact
 
@@ -57,13 +57,10 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
 
 def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
     """Return what the cache lacks, and what to do; "" if it has everything."""
-    missing = [f"dataset {name}" for name in datasets if not cached_repository("datasets", name)]
-    if not cached_repository("models", model):
-        missing.append(f"model {model}")
-    elif model:
+    missing = [f"dataset {name}" for name in datasets if not has_dataset(name)]
+    if model:
         with_weights = not (args.from_scratch or args.show_sample)
-        parts = missing_of_model(model, with_weights, args.model_revision or "main")
-        missing += [f"{part} of {model}" for part in parts]
+        missing += missing_of_model(model, with_weights, args.model_revision)
     if not missing:
         return ""
     home = shlex.quote(str(huggingface_home()))

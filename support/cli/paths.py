@@ -8,8 +8,7 @@ from pathlib import Path
 
 from support.cli.arguments import Arguments, datasets_of
 from support.errors import UserError
-from support.files.folders import files_of
-from support.files.user_files import read_text
+from support.files.user_files import files_of, read_text
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's

@@ -36,7 +36,7 @@ from support.cli.ds_config import configured_strategy
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.files import hub_cache
+from support.files.cache import cache_folder
 from support.memory import architectures, fit
 from support.memory.estimate import predict
 from support.redaction import redact
@@ -243,7 +243,7 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
 def _disk(args: Arguments, ctx: DistContext) -> Iterator[Line]:
     """Check the free space for results, checkpoints and tokens."""
     free = {}
-    output, cache = Path(args.output_dir or "runs"), hub_cache.cache_folder(args.cache_dir)
+    output, cache = Path(args.output_dir or "runs"), cache_folder(args.cache_dir)
     for name, folder in (("output", output), ("cache", cache)):
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
         free[f"{name} {folder}"] = shutil.disk_usage(existing).free

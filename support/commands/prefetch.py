@@ -12,7 +12,7 @@ from support.cluster.launch import Launch
 from support.console import Console
 from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
-from support.files.hub_cache import cache_folder, huggingface_home
+from support.files.cache import cache_folder, huggingface_home
 from support.known_models import EMBEDDED_MODEL
 from support.model import resolve as models
 

@@ -31,8 +31,7 @@ from support.cluster.context import DistContext
 from support.data.formats import BadRow, Content, Document, RowOptions, columns_of_table, read_row
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import sha256_of
-from support.files.folders import count_types, files_of
-from support.files.user_files import shown
+from support.files.user_files import count_types, files_of, shown
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length

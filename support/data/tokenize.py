@@ -43,8 +43,7 @@ from support.data.chat import (
 from support.data.formats import BadRow, Document, Example, OneKind, RowOptions
 from support.data.rows import PlacedRows, Source, evaluates_only, open_source
 from support.errors import UserError
-from support.files.cache import Cache
-from support.files.hub_cache import cache_folder
+from support.files.cache import Cache, cache_folder
 from support.units import GB
 
 CACHE_VERSION = 9  # increase it when the layout of the cache or the tokenization changes

@@ -1,9 +1,7 @@
-"""Files and folders: checks for what is read, atomic writes for what is written.
+"""Files and folders: what users write is read, and what runs write is complete at any moment.
 
 atomic              atomic writes, JSON files, locks, temporary folders
-cache               folders of prepared files that several runs share, verified at every use
-hub_cache           the caches of the Hugging Face libraries
-folders             the files of a folder that are read (--include)
+cache               folders of prepared files that runs share; the caches of Hugging Face
 safetensors_writer  the weight files of a model, in shards of at most 1 GB
-user_files          the small YAML and JSON files that a user writes
+user_files          the YAML and JSON files that a user writes, and the files of a folder
 """

@@ -10,20 +10,20 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial-"  # prefix of the names of unfinished files
-LEFTOVERS = re.compile(r"\.partial-([0-9a-f]{8}-.+|step-[0-9]{8})")  # of a run that was killed
 EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to a name that is in use
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -34,8 +34,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """
     partial = path.with_name(f"{PARTIAL}{secrets.token_hex(4)}-{path.name}")
     try:
-        with naming(path):
-            write(partial)
+        write(partial)
         sync(partial)
         os.replace(partial, path)
     finally:
@@ -47,26 +46,15 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError that has none, for instance of a write to a full disk."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
 def overwrite(path: Path, text: str) -> None:
     """Replace a file's content in place, not atomically: works on most disks that are full.
 
     Raises:
         OSError: the text needs more disk blocks than are free; the file is unchanged.
     """
-    data = text.encode()
     with open(path, "rb+") as file:
-        os.posix_fallocate(file.fileno(), 0, len(data))
-        file.write(data)
+        os.posix_fallocate(file.fileno(), 0, len(text.encode()))
+        file.write(text.encode())
         file.truncate()
 
 
@@ -108,41 +96,42 @@ def only_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file; reading a pipe could block.
-
-    Raises:
-        OSError: the file does not exist, cannot be opened, or is not a regular file.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(path, "rb")
-
-
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        OSError: the file does not exist, cannot be read, or is not a regular file.
-        ValueError: the file is empty, is not UTF-8 or not JSON.
+        OSError: the file does not exist or cannot be read.
+        ValueError: the file is not JSON.
     """
-    with open_regular(path) as file:
-        content = file.read()
     try:
-        return json.loads(content)
+        return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        reason = f"it is not JSON: {str(error)[:100]}" if content.strip() else "it is empty"
-        raise ValueError(reason) from None
+        raise ValueError(f"it is not JSON: {str(error)[:100]}") from None
 
 
 def set_aside(path: Path, name: str) -> Path:
     """Rename a file or folder to `name`, or if that is in use to `name`.2, `name`.3 and so on."""
-    new_path, number = path.with_name(name), 1
-    while os.path.lexists(new_path):
-        number += 1
-        new_path = path.with_name(f"{name}.{number}")
-    os.rename(path, new_path)
-    return new_path
+    names = (f"{name}.{number}" if number > 1 else name for number in itertools.count(1))
+    free = next(name for name in names if not os.path.lexists(path.with_name(name)))
+    return path.rename(path.with_name(free))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the unfinished files of killed runs from a folder to which only this run writes."""
+    for path in folder.glob(f"{PARTIAL}*"):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with everything in it; errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------- locks and temporary folders
 
 
 def lock(path: Path) -> IO[bytes] | None:
@@ -159,27 +148,14 @@ def lock(path: Path) -> IO[bytes] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno in NO_LOCKS:
             return None
         raise
     return file
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished files of killed runs from a folder to which only this run writes."""
-    if folder.is_dir():
-        for entry in os.scandir(folder):
-            if LEFTOVERS.fullmatch(entry.name):
-                remove(Path(entry.path))
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder with everything in it; errors are ignored."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+# The locks of this process's temporary folders, which last as long as these files are open.
+_locks: dict[str, IO[bytes] | None] = {}
 
 
 class TemporaryPaths(list[str]):
@@ -190,17 +166,9 @@ class TemporaryPaths(list[str]):
         for path in [entry for entry in self if not paths or entry in paths]:
             with contextlib.suppress(ValueError):  # two threads may clean up at the same time
                 self.remove(path)
-            _remove_temporary(Path(path))
-
-
-# The locks of this process's temporary folders, which last as long as these files are open.
-_locks: dict[str, IO[bytes] | None] = {}
-
-
-def _remove_temporary(path: Path) -> None:
-    if lock_file := _locks.pop(str(path), None):
-        lock_file.close()  # NFS keeps a file that is open
-    remove(path)
+            if lock_file := _locks.pop(path, None):
+                lock_file.close()  # NFS keeps a file that is open
+            remove(Path(path))
 
 
 class TemporaryFolder:
@@ -229,7 +197,7 @@ class TemporaryFolder:
 
     def remove(self) -> None:
         """Remove the folder and everything in it; errors are ignored."""
-        _remove_temporary(self.path)
+        TemporaryPaths(self.paths).clean_up()
 
 
 def start_folder(folder: Path) -> TemporaryFolder:
@@ -259,17 +227,15 @@ def finish_folder(temporary: TemporaryFolder, folder: Path, replace: bool) -> Pa
     sync_tree(new)
     if replace and os.path.lexists(folder):
         os.rename(folder, old)
-    final, number = folder, 1
-    while True:
+    for number in itertools.count(1):
+        final = folder.with_name(f"{folder.name}-{number}") if number > 1 else folder
         try:
             os.rename(new, final)
+            break
         except OSError as error:
             if error.errno not in EXISTS:
                 if old.exists():
                     os.rename(old, folder)
                 raise
-            number += 1
-            final = folder.with_name(f"{folder.name}-{number}")
-        else:
-            sync(folder.parent)
-            return final
+    sync(folder.parent)
+    return final

@@ -1,7 +1,7 @@
-"""A cache of folders that several runs, users and hosts may share.
+"""Caches: folders of prepared files that runs, users and hosts share, and those of Hugging Face.
 
-A folder is written once and verified at every use: its `meta.json` has the sizes and SHA-256
-digests of its files, and the facts that the writer stores about them.
+A prepared folder is written once and verified at every use: its `meta.json` has the SHA-256 digests
+of its files, and the facts that the writer stores about them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from support.errors import UserError
-from support.files.atomic import read_json, sha256_of, start_folder, sync, sync_tree
+from support.files.atomic import read_json, sha256_of, start_folder, sync_tree
 
 META = "meta.json"
-
-
-class Damaged(Exception):
-    """An error of a cached folder whose files are not those that were written; has the reason."""
 
 
 class Cache:
@@ -49,10 +46,7 @@ class Cache:
         try:
             if is_damaged:
                 return folder, _read(folder)
-        except PermissionError as error:
-            problem = f"This user may not read the cache {error.filename}: use --cache_dir."
-            raise UserError(problem) from error
-        except Damaged as damage:
+        except (OSError, ValueError, KeyError, TypeError) as damage:
             self.print0(f"The cached folder {folder} is damaged ({damage}): writing it again.")
         try:
             return folder, self._write(folder, write, is_damaged)
@@ -69,9 +63,8 @@ class Cache:
         self.temporary += temporary.paths
         new = temporary.path / "new"
         try:
-            facts, files = write(new), {}
-            for path in sorted(new.iterdir()):
-                files[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+            facts = write(new)
+            files = {path.name: {"sha256": sha256_of(path)} for path in sorted(new.iterdir())}
             (new / META).write_text(json.dumps({"facts": facts, "files": files}), encoding="utf-8")
             sync_tree(new)
             if replace:
@@ -81,7 +74,6 @@ class Cache:
             except OSError:
                 if not folder.is_dir():  # otherwise another run has written it meanwhile
                     raise
-            sync(folder.parent)
         finally:
             temporary.remove()
             self.temporary[:] = [path for path in self.temporary if path not in temporary.paths]
@@ -89,25 +81,59 @@ class Cache:
 
 
 def _read(folder: Path) -> dict:
-    """Return the facts of a folder, after checking its files.
+    """Return the facts of a folder; raise an exception if its files are not those written."""
+    meta = read_json(folder / META)
+    for name, expected in meta["files"].items():
+        if sha256_of(folder / name) != expected["sha256"]:
+            raise ValueError(f"{name} was changed")
+    return meta["facts"]
 
-    Raises:
-        Damaged: the files of the folder are not those that were written.
-        PermissionError: this user may not read the folder.
+
+# -------------------------------------------------------------------- the caches of Hugging Face
+
+LOGIN_COMMAND = "hf auth login"
+# What a run needs of a model: names of files in a snapshot, and "weights" unless they are drawn.
+MODEL_FILES = {
+    "config.json": r"config\.json",
+    "tokenizer files": r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken",
+    "weights": r".*\.safetensors|pytorch_model.*\.bin",
+}
+
+
+def huggingface_home() -> Path:
+    """Return the folder with the caches of the Hugging Face libraries (HF_HOME)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Return the folder of tokenized datasets and of the embedded tokenizer (--cache_dir)."""
+    return Path(cache_dir) if cache_dir else huggingface_home() / "distributed_training"
+
+
+def has_dataset(name: str) -> bool:
+    """Return whether the cache of the `datasets` library has a dataset."""
+    prepared = os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
+    names = name.replace("/", "___"), name.replace("/", "___").lower()  # of Arrow files
+    return any((Path(prepared).expanduser() / part).is_dir() for part in names)
+
+
+def missing_of_model(name: str, with_weights: bool, revision: str | None) -> list[str]:
+    """Return which files of a model the hub's cache lacks, such as "weights of gpt2".
+
+    Other programs cache parts of a model. Call it after HF_HUB_OFFLINE is set, because
+    huggingface_hub reads it once, when it is imported.
     """
+    from huggingface_hub import snapshot_download
+
     try:
-        meta = read_json(folder / META)
-        for name, expected in meta["files"].items():
-            actual_size = (folder / name).stat().st_size
-            if actual_size != expected["size"]:
-                raise Damaged(f"{name} has {actual_size:,} bytes instead of {expected['size']:,}")
-            if sha256_of(folder / name) != expected["sha256"]:
-                raise Damaged(f"{name} was changed")
-        return meta["facts"]
-    except PermissionError:
-        raise
-    except OSError as error:
-        name = Path(error.filename or folder).name
-        raise Damaged(f"{name}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{META} is incomplete") from error
+        snapshot = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or not a name of the hub
+        return [f"model {name}"]
+    # exists(): an interrupted download leaves dangling links.
+    files = [file.name for file in snapshot.iterdir() if file.exists()]
+    return [
+        f"{kind} of {name}"
+        for kind, names in MODEL_FILES.items()
+        if (with_weights or kind != "weights") and not any(re.fullmatch(names, f) for f in files)
+    ]

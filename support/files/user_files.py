@@ -1,4 +1,4 @@
-"""Read the small YAML and JSON files that a user writes, and show their values in messages.
+"""Files that a user names: small YAML and JSON files, and the files of a folder.
 
 A file that cannot be used results in a message of one line that names the file.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from support.errors import UserError
 
@@ -47,30 +50,11 @@ def read_text(flag: str, path: str) -> str:
         UserError: the file cannot be read, or is not UTF-8.
     """
     try:
-        # Another pipe or a device may never end.
-        if (Path(path).is_fifo() and not path.startswith("/dev/fd/")) or Path(
-            path
-        ).is_char_device():
-            raise UserError(f"{flag} {shown(path)} is not an ordinary file.")
         return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path, or no UTF-8
+    except (OSError, ValueError) as error:
         not_text = isinstance(error, UnicodeDecodeError)
         reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
         raise UserError(f"{flag} {shown(path)} cannot be read: {reason}.") from error
-
-
-class DuplicateKey(ValueError):
-    """An error of a JSON object that has a key twice."""
-
-
-def unique_keys(pairs: list[tuple[str, object]]) -> dict:
-    """Return a JSON object with these keys and values; for `object_pairs_hook` of a parser."""
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        keys = [key for key, _ in pairs]
-        key = next(key for key in keys if keys.count(key) > 1)
-        raise DuplicateKey(f"the key {shown(key)} is given twice")
-    return mapping
 
 
 def read_json(flag: str, path: str) -> dict:
@@ -81,12 +65,9 @@ def read_json(flag: str, path: str) -> dict:
             column of a syntax error.
     """
     try:
-        value = json.loads(read_text(flag, path), object_pairs_hook=unique_keys)
-    except json.JSONDecodeError as error:
-        place = f"{shown(path)}, line {error.lineno}, column {error.colno}"
-        raise UserError(f"{place}: {error.msg}.") from error
-    except (ValueError, RecursionError) as error:  # a key that is given twice, or deep nesting
-        raise UserError(f"{shown(path)}: {error}.") from error
+        value = json.loads(read_text(flag, path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{flag} {shown(path)} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
     return value
@@ -95,28 +76,82 @@ def read_json(flag: str, path: str) -> dict:
 def read_yaml(flag: str, path: str) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
-    Values are text as written, True, False, None, or lists and mappings of these. Numbers and dates
-    are not converted, because YAML reads 010 as 8 and 1:30 as 90; the flags parse their values.
-
     Raises:
         UserError: the file cannot be read, is not YAML (the message has the line and column), or is
             not a mapping.
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: ClassVar = {
-            first: [(tag, words) for tag, words in rules if tag.endswith((":bool", ":null"))]
-            for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
     try:
-        value = yaml.load(read_text(flag, path), Loader=Loader)
+        value = yaml.safe_load(read_text(flag, path))
     except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise UserError(f"{flag} {shown(path)}{position}: {shown(problem)}.") from error
+        problem = " ".join(str(error).split())
+        raise UserError(f"{flag} {shown(path)} is not YAML: {shown(problem, 300)}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{flag} {shown(path)}: a run file is a list of `key: value` lines.")
-    return value
+    return {str(key): item for key, item in value.items()}
+
+
+# ------------------------------------------------------------------------------- files of a folder
+
+
+def create_folder(flag: str, folder: Path) -> None:
+    """Create a folder that a flag names, if it does not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {folder} cannot be created: {error.strerror}.") from error
+
+
+def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
+    """Return a folder's files that are not hidden, not empty and match --include, sorted by path.
+
+    Args:
+        path: the folder, or a file, which is returned as the only one. Links to files are followed,
+            links to folders are not.
+        name: the name that the user gave, for messages.
+        include: patterns as in `fnmatch`, separated by commas; None for all files. A pattern with a
+            slash is compared with the path, any other with the name of the file.
+    Raises:
+        UserError: there are no such files, or a part of the folder cannot be read.
+    """
+    patterns = [pattern.strip() for pattern in include.split(",")] if include else ["*"]
+    try:
+        if path.is_file():
+            return [path]
+        if not path.exists():
+            raise UserError(f"{name}: no such file or folder.")
+        if not path.is_dir():
+            raise UserError(f"{name} is a pipe or a device: save the data in a file first.")
+        found = [file for file in _walk(path) if file.is_file() and file.stat().st_size]
+    except OSError as error:  # for instance a name that is too long, or no permission
+        place = error.filename or path
+        raise UserError(f"{name[:200]}: {place} cannot be read: {error.strerror}.") from error
+    if not found:
+        raise UserError(f"{name}: the folder has no files, or only empty ones.")
+
+    def matches(file: Path, pattern: str) -> bool:
+        inside = file.relative_to(path).as_posix()
+        return fnmatchcase(inside if "/" in pattern else file.name, pattern)
+
+    files = [file for file in found if any(matches(file, pattern) for pattern in patterns)]
+    if not files:
+        raise UserError(
+            f"--include {include}: no file in {name} matches; there are {count_types(found)}."
+        )
+    return sorted(files)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, subfolders, files in os.walk(folder, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        yield from (Path(parent, file) for file in files if not file.startswith("."))
+
+
+def count_types(files: list[Path]) -> str:
+    """Return the number of files of each type as a text: "12 .txt, 1 .json"."""
+    counts = Counter(file.suffix.lower() or "without a suffix" for file in files)
+    return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())

@@ -306,7 +306,7 @@ def model_card(facts: dict, identity: dict) -> str:
 
     Args:
         facts: the available keys of results.json; "merged", whether adapters were merged.
-        identity: the run signature, see compatibility.run_signature.
+        identity: the run signature, see find.run_signature.
     """
     base, dataset = facts["model"], facts.get("dataset") or {}
     scratch = bool(identity["told"].get("from_scratch") or base == EMBEDDED_MODEL)

@@ -9,7 +9,7 @@ from support import progress
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, first_line, refused_as
-from support.files.hub_cache import login_command
+from support.files.cache import LOGIN_COMMAND
 
 
 def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | None:
@@ -25,7 +25,7 @@ def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | No
     from huggingface_hub import HfApi
 
     name = args.hub_model_id or re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
-    advice = f"log in with `{login_command()}`, or set HF_TOKEN to a token that may write"
+    advice = f"log in with `{LOGIN_COMMAND}`, or set HF_TOKEN to a token that may write"
     with refused_as(f"--push_to_hub failed ({advice} to {name})", 200):
         api = HfApi()
         if "/" not in name:

@@ -32,8 +32,7 @@ from support.cli.paths import is_local_model
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import write_text
-from support.files.cache import Cache
-from support.files.hub_cache import cache_folder, login_command
+from support.files.cache import LOGIN_COMMAND, Cache, cache_folder
 from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
 from support.model.isolation import check_isolation, choose_block_mask
@@ -349,7 +348,7 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
     except Exception as error:  # the clients raise many classes, which differ between versions
         problem = f" cannot be downloaded: {first_line(error)}"
         if isinstance(error, errors.GatedRepoError):
-            problem = f" is gated: accept its license and log in with `{login_command()}`."
+            problem = f" is gated: accept its license and log in with `{LOGIN_COMMAND}`."
         elif isinstance(error, errors.RevisionNotFoundError):
             problem = f" has no branch, tag or commit {revision} (--model_revision)."
         elif isinstance(error, errors.RepositoryNotFoundError):

@@ -33,7 +33,7 @@ NOTHING = Effect("nothing", "no effect on losses")
 UNKNOWN = Effect("losses", "effect not known")
 
 # Names in the order in which the causes of a difference are named: the entries of the run signature
-# (support/checkpoints/compatibility.py), then the other flags and facts of a run.
+# (support/checkpoints/find.py), then the other flags and facts of a run.
 _NAMES = {
     Effect("losses", "another model"): """
         parameters, shapes, lora_r, lora_alpha, lora_targets, load_in_4bit""",

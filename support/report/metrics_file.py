@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.files.atomic import only_finite, open_regular, set_aside, write_text
+from support.files.atomic import only_finite, set_aside, write_text
 
 if TYPE_CHECKING:  # `compare_runs.py --help` must be fast, and the console imports tqdm
     from support.console import Console
@@ -20,8 +20,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     Raises:
         OSError: the file is missing, cannot be read, or is not a regular file.
     """
-    with open_regular(path) as file:
-        lines = file.read().split(b"\n")
+    lines = path.read_bytes().split(b"\n")
     records, unreadable = [], []
     for number, line in enumerate(lines, 1):
         try:

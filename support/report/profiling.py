@@ -8,7 +8,7 @@ import torch
 
 from support.cluster.context import DistContext
 from support.errors import UserError
-from support.files import folders
+from support.files.user_files import create_folder
 
 # Numbers of steps. The first steps are skipped because they differ from the later ones.
 SKIPPED, RECORDED = 2, 3
@@ -20,7 +20,7 @@ class Trace:
 
     def __init__(self, folder: str, ctx: DistContext):
         self.path, self.ctx, self.written = Path(folder) / f"trace-rank{ctx.rank}.json", ctx, False
-        folders.create("--profile", self.path.parent)
+        create_folder("--profile", self.path.parent)
         # The profiler is off in the first skipped step and on in the second, because starting it
         # takes time.
         schedule = torch.profiler.schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1)
@@ -65,7 +65,7 @@ class MemorySnapshot:
             )
         path = Path(file)
         self.path = path.with_stem(f"{path.stem}-rank{ctx.rank}") if ctx.world_size > 1 else path
-        folders.create("--memory_snapshot: the folder", path.parent)
+        create_folder("--memory_snapshot: the folder", path.parent)
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
         ctx.failures.memory_facts.append(lambda: [self.write()])
 

@@ -19,8 +19,8 @@ from support.cluster.context import DistContext
 from support.cluster.devices import cpu_fact
 from support.cluster.tuning import available_cores
 from support.errors import UserError
-from support.files import folders
 from support.files.atomic import lock
+from support.files.user_files import create_folder
 from support.redaction import redact, redact_value
 from support.versions import code_digest, versions
 
@@ -83,7 +83,7 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
     if ctx.is_main:
         while not args.output_dir and Path(name).exists():  # two runs started in the same second
             name += "x"
-        folders.create("--output_dir", Path(name))
+        create_folder("--output_dir", Path(name))
         ctx.lock = lock_folder(Path(name))
         may_hold_a_run = args.overwrite or args.resume is not None
         if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):

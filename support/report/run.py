@@ -31,7 +31,6 @@ from support.report import profiling, summary
 from support.report.metrics_log import MetricsLogger, errors_as_notices
 from support.report.results import facts_at_start, new_output_dir
 from support.report.step_meter import create_meter
-from support.strategies.requirements import check_requirements
 from support.train_state import TrainingObjects, TrainState
 from support.units import human_count
 
@@ -73,6 +72,8 @@ class Run:
             (run.before, run.kept, run.facts["started_at"])
         )
         ctx.failures.on_failure.append(run.fail)
+        from support.strategies.requirements import check_requirements
+
         check_requirements(args)  # after it, because results.json tells why a run is skipped
         run.target = export.target_of(args, run.folder, run.before)
         run.target.repository = push.open_repository(args, run.folder, ctx)

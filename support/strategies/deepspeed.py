@@ -23,16 +23,16 @@ from support.cli.ds_config import (
 )
 from support.cluster.context import DistContext
 from support.strategies import ops, requirements
-from support.strategy import Strategy
 
 
-def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
-    """Complete DeepSpeed's configuration for this model and device, and initialize DeepSpeed.
+def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Arguments:
+    """Return the arguments with DeepSpeed's complete configuration, and initialize DeepSpeed.
 
-    Every rank calls this function. For infinity the result has the path of this job's own folder.
+    Every rank calls this function. The configuration is also written to ds_config.json in `folder`,
+    which can be used as it is with --ds_config. For infinity it has the path of this job's folder.
 
     Raises:
-        UserError: --nvme_path is not writable, or an "auto" cannot be filled in.
+        UserError: an "auto" cannot be filled in.
         MissingRequirement: the disk of --nvme_path cannot be used, an op cannot be compiled, or too
             little memory may be locked.
     """
@@ -40,25 +40,38 @@ def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config: dict[str, Any] = copy.deepcopy(args.ds_config_dict or {})
-    nvme_folder = None
-    strategy = configured_strategy(args)
+    strategy, nvme_folder = configured_strategy(args), None
+
+    def make_nvme_folder() -> str:
+        # At most 20 bytes a parameter: fp32 master, two moments, gradient and working copy.
+        local_ranks = 1 if ctx.simulated else ctx.launch.local_world_size
+        needed = 20 * spec.parameters * local_ranks // ctx.world_size
+        created = requirements.make_nvme_folder(args.nvme_path, needed)
+        ctx.temporary.extend(created.paths)
+        return str(created.path)
+
+    def build_ops() -> None:
+        if missing := ops.missing_ops(strategy):
+            show = not ctx.console.quiet or args.verbose
+            ops.build(missing, ctx.console.print if show else lambda _: None, args.verbose)
+
     if strategy.uses_nvme:
-
-        def make_folder() -> str:
-            # At most 20 bytes a parameter: fp32 master, two moments, gradient and working copy.
-            local_ranks = 1 if ctx.simulated else ctx.launch.local_world_size
-            needed = 20 * spec.parameters * local_ranks // ctx.world_size
-            folder = requirements.make_nvme_folder(args.nvme_path, needed)
-            ctx.temporary.extend(folder.paths)
-            return str(folder.path)
-
-        nvme_folder = ctx.once_per_node("nvme folder", make_folder)
-
-    _prepare_ops(strategy, ctx, args.verbose)
+        nvme_folder = ctx.once_per_node("nvme folder", make_nvme_folder)
+    ctx.once_per_node("ops", build_ops)
+    patches.skip_shared_memory_op()
+    patches.load_compiled_ops(ops.needed_ops(strategy), ops.load)
     with quiet(args.verbose):
         # Uses the existing process group.
         deepspeed.init_distributed(dist_backend=ctx.backend)
+    args = args.replace(ds_config_dict=_complete(args, ctx, spec, nvme_folder))
+    if ctx.is_main:
+        write_ds_config(args, folder)
+    return args
+
+
+def _complete(args: Arguments, ctx: DistContext, spec, nvme_folder: str | None) -> dict[str, Any]:
+    """Return DeepSpeed's complete configuration."""
+    config = copy.deepcopy(args.ds_config_dict or {})
     if ctx.simulated and "fp16" in config:
         # With a larger scale gradients would overflow and their steps would be skipped.
         config["fp16"]["loss_scale"] = 1
@@ -66,37 +79,13 @@ def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
     )
     config = complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
-    if strategy.uses_nvme:
+    if nvme_folder:
         buffers = config["zero_optimization"].get("offload_param", {})
         elements = buffers.get("buffer_count", 5) * buffers.get("buffer_size", 0)
         requirements.check_locked_memory(ctx.dtype.itemsize * elements)
     if args.eval_only:
         config.pop("optimizer", None)
     return config
-
-
-def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Arguments:
-    """Return the arguments with the completed configuration, which is also written to a folder.
-
-    The file, ds_config.json, can be used as it is with --ds_config.
-    """
-    args = args.replace(ds_config_dict=configure_deepspeed(args, ctx, spec))
-    if ctx.is_main:
-        write_ds_config(args, folder)
-    return args
-
-
-def _prepare_ops(strategy: Strategy, ctx: DistContext, verbose: bool) -> None:
-    """Wait until DeepSpeed's ops are compiled, and let DeepSpeed load them from our folder."""
-
-    def build() -> None:
-        if missing := ops.missing_ops(strategy):
-            show = not ctx.console.quiet or verbose
-            ops.build(missing, ctx.console.print if show else lambda _: None, verbose)
-
-    ctx.once_per_node("ops", build)
-    patches.skip_shared_memory_op()
-    patches.load_compiled_ops(ops.needed_ops(strategy), ops.load)
 
 
 def partition_parameters(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:

@@ -23,14 +23,15 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     embedding). PyTorch's GPU kernels sum in a tree, for which fp32 is sufficient.
     """
     gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    on_host = [gradient for gradient in gradients if is_on_host(gradient)]  # FSDP may offload them
-    on_gpu = [gradient for gradient in gradients if not is_on_host(gradient) and gradient.numel()]
-    square = torch.zeros((), dtype=torch.float64, device=(on_gpu or gradients)[0].device)
+    on_host = gradients[0].device.type == "cpu"  # FSDP may offload them
     if on_host:
-        square += _square_in_fp64(on_host)
-    if on_gpu:
+        # PyTorch's norm with dtype=float64 converts each element in scalar code, which takes ten
+        # times as long. Only the sums of NORM_CHUNK squares are in fp32.
+        parts = [part.float() for g in gradients for part in g.flatten().split(NORM_CHUNK)]
+        square = torch.stack([torch.dot(part, part) for part in parts]).sum(dtype=torch.float64)
+    else:
         # A few kernel launches for all; in fp64 each gradient would need a copy and three.
-        square += nn.utils.get_total_norm(on_gpu).double() ** 2
+        square = nn.utils.get_total_norm([g for g in gradients if g.numel()]).double() ** 2
     # Each rank has different shards; under HYBRID_SHARD each rank of a node.
     if is_fsdp_module(model):
         mesh = next(model.parameters()).device_mesh
@@ -38,23 +39,6 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
     # Clipping uses one kernel for all gradients only if the scalar has their dtype.
     return square.sqrt() if on_host else square.sqrt().float()
-
-
-def is_on_host(gradient: torch.Tensor) -> bool:
-    """Return whether the gradient is in host memory, so that the CPU sums it."""
-    return gradient.device.type == "cpu"
-
-
-def _square_in_fp64(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the squares of tensors in host memory.
-
-    Only the sums of NORM_CHUNK squares are in fp32. PyTorch's norm with dtype=float64 converts each
-    element in scalar code, which takes ten times as long.
-    """
-    parts = [part for gradient in gradients for part in gradient.flatten().split(NORM_CHUNK)]
-    return torch.stack([torch.dot(part, part) for part in map(torch.Tensor.float, parts)]).sum(
-        dtype=torch.float64
-    )
 
 
 def check_finite(
@@ -68,9 +52,8 @@ def check_finite(
     reaches the weights of stages 1 and 2 in bf16; no checkpoint is saved then.
 
     Args:
-        objects: the optimizer, the flag `found_inf`, and the GradScaler after `unscale_`. With fp16
-            only the loss is checked: gradients that overflow are normal in fp16, and the scaler's
-            own flag skips only that update.
+        objects: the optimizer, the flag `found_inf`, and the GradScaler after `unscale_`. In fp16
+            gradients may overflow, and the scaler skips that update; only the loss is checked.
         loss: of this step; the same on all ranks.
         grad_norm: of all gradients; None for DeepSpeed.
         ctx: the ranks; a simulated run is not checked.

@@ -9,7 +9,6 @@ library. The ranks only load the libraries.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -19,19 +18,17 @@ import os
 import platform
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from support import PROJECT, patches
 from support.cluster import tuning
 from support.errors import MissingRequirement, look_up
+from support.process import run_program
 from support.strategy import Strategy
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -40,7 +37,6 @@ CPU_INFO = Path("/proc/cpuinfo")
 X86_INSTRUCTIONS = re.compile(
     r"\b(?:abm|adx|apx|avx|bmi|cx16|f16c|fma|gfni|lahf|movbe|pni|popcnt|s?sse|tbm|xop)\w*"
 )
-Print = Callable[[str], None]
 
 
 def needed_ops(strategy: Strategy) -> list[str]:
@@ -88,67 +84,43 @@ def ops_folder() -> Path:
     home directory, such an op would crash (SIGILL).
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
-    deepspeed_version, torch_version = "none", b""
-    with contextlib.suppress(PackageNotFoundError):
-        deepspeed_version = version("deepspeed")
-    if torch_folder := _package("torch"):
-        torch_version = (torch_folder / "version.py").read_bytes()  # also names CUDA's version
+    release = version("deepspeed") if _package("deepspeed") else "none"
+    torch_folder = _package("torch")
+    assert torch_folder is not None
+    torch_version = (torch_folder / "version.py").read_bytes()  # also names CUDA's version
     libc = os.confstr("CS_GNU_LIBC_VERSION") if sys.platform == "linux" else platform.platform()
     machine = [sys.implementation.cache_tag, platform.machine(), libc, *_cpu_features()]
     key = hashlib.sha256(torch_version + json.dumps(machine).encode())
-    name = f"deepspeed-{deepspeed_version}-{key.hexdigest()[:12]}"
+    name = f"deepspeed-{release}-{key.hexdigest()[:12]}"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / name
 
 
 def _cpu_features() -> list[str]:
     """Return the instruction sets of this CPU."""
-    for line in CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else ():
-        name, _, values = line.partition(":")
-        if name.strip() == "flags":
-            return sorted(set(X86_INSTRUCTIONS.findall(values)))
-        if name.strip() == "Features":  # ARM
-            return sorted(values.split())
-    return [platform.processor()]
+    text = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
+    line = re.search(r"^(flags|Features)\s*:(.*)$", text, re.MULTILINE)  # Features: on ARM
+    if line is None:
+        return [platform.processor()]
+    return sorted(set(X86_INSTRUCTIONS.findall(line[2]) if line[1] == "flags" else line[2].split()))
 
 
-# ---------------------------------------------------------------------------------------- in a run
-
-
-def build(ops: list[str], print_line: Print, verbose: bool) -> None:
+def build(ops: list[str], print_line: Callable[[str], None], verbose: bool) -> None:
     """Compile the ops that are missing, or wait for the process that compiles them.
 
     Raises:
         MissingRequirement: an op cannot be compiled; the message has the compiler's first error.
     """
-    script, failed = str(PROJECT / "scripts" / "build_ops.py"), []
-    with subprocess.Popen(
-        [sys.executable, script, *ops, *(["--verbose"] if verbose else [])],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # the terminal's Ctrl-C is for this process, which ends that one
-        preexec_fn=end_with_parent,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if line.startswith("❌"):  # the caller prints the exception
-                    failed.append(line[1:].strip())
-                elif verbose or line.startswith(("✅", "⏳")):  # not what libraries print
-                    print_line(line.rstrip())
-        except BaseException:  # a signal
-            process.terminate()
-            raise
-    if process.returncode:
+    print_line(f"⏳ Compiling {', '.join(ops)} of DeepSpeed: once for this kind of machine")
+    # A process of its own: it loads the ops, and it compiles as on a machine without a GPU.
+    command = [sys.executable, str(PROJECT / "scripts" / "build_ops.py"), *ops]
+    code, output = run_program(command)
+    lines = output.splitlines()
+    for line in lines:
+        if verbose or line.startswith("✅"):
+            print_line(line)
+    if code:
+        failed = [line[1:].strip() for line in lines if line.startswith("❌")]
         raise MissingRequirement(failed[0] if failed else f"{', '.join(ops)}: not compiled.")
-
-
-def end_with_parent() -> None:
-    """In a new process: let the kernel send it SIGTERM when its parent ends in any way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 @functools.cache
@@ -161,10 +133,10 @@ def load(op: str):
     return module
 
 
-# ------------------------------------------------------------------- in a process that compiles ops
+# ----------------------------------------------------------------- in the process that compiles ops
 
 
-def build_ops(names: list[str], print_line: Print, verbose: bool = False) -> bool:
+def build_ops(names: list[str]) -> bool:
     """Compile the ops that are missing, print a line for each op, and return whether all are ready.
 
     Call it in a process of its own: the ops are loaded here, and the environment is changed.
@@ -172,27 +144,18 @@ def build_ops(names: list[str], print_line: Print, verbose: bool = False) -> boo
     folder = ops_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_line("⏳ Another process is compiling DeepSpeed's ops: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: the last process replaces the libraries
-            pass
-        missing = [op for op in names if not is_compiled(op)]
-        for op in names:
-            if op not in missing:
-                print_line(f"✅ {op}: already compiled")
-        if not missing:
-            return True
+        # On a file system without locks the last process replaces the libraries.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that compiles them
         for left_over in folder.glob(".building-*"):  # of a process that was killed
             shutil.rmtree(left_over, ignore_errors=True)
+        for op in filter(is_compiled, names):
+            print(f"✅ {op}: already compiled")
         with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as temporary:
-            print_line(f"⏳ Compiling {', '.join(missing)}: once for this kind of machine")
-            return _build(missing, Path(temporary), print_line, verbose)
+            return _build([op for op in names if not is_compiled(op)], Path(temporary))
 
 
-def _build(missing: list[str], folder: Path, print_line: Print, verbose: bool) -> bool:
+def _build(missing: list[str], folder: Path) -> bool:
     """Compile ops one after the other in `folder`, and move those that succeeded."""
     os.environ.update(TORCH_EXTENSIONS_DIR=str(folder), DS_ACCELERATOR="cpu")
     tuning.prefer_own_ninja()
@@ -206,14 +169,12 @@ def _build(missing: list[str], folder: Path, print_line: Print, verbose: bool) -
                 check_libaio()
             from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-            ALL_OPS[op].load(verbose)
+            ALL_OPS[op].load(verbose=False)
         except Exception as error:  # of the compiler: the caller reports it
-            if verbose:
-                traceback.print_exc()
-            print_line(f"❌ {op}: {look_up(error) or error}")
+            print(f"❌ {op}: {look_up(error) or error}", flush=True)
         else:
             compiled.append(op)
-            print_line(f"✅ {op}: compiled in {time.monotonic() - started_at:.0f} s")
+            print(f"✅ {op}: compiled in {time.monotonic() - started_at:.0f} s", flush=True)
     for op in compiled:
         os.replace(folder / op / f"{op}.so", library(op))
     return compiled == missing

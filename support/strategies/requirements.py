@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from packaging.version import Version
 
 from support.cli.arguments import Arguments
 from support.cli.ds_config import configured_strategy
-from support.errors import MissingRequirement, UserError
+from support.errors import MissingRequirement
 from support.files.atomic import TemporaryFolder
 from support.strategies import ops
 from support.strategy import Strategy
@@ -26,7 +27,11 @@ NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infin
 
 
 def check_requirements(args: Arguments) -> None:
-    """Check what the strategy needs of this machine, before any data is read."""
+    """Check what the strategy needs of this machine, before any data is read.
+
+    Raises:
+        MissingRequirement: a newer release, a compiler or libaio is missing.
+    """
     strategy = configured_strategy(args)
     if not torch.cuda.is_available():
         check_cpu_support(strategy)
@@ -37,12 +42,9 @@ def check_requirements(args: Arguments) -> None:
 
 
 def check_cpu_support(strategy: Strategy) -> None:
-    """Check that the installed releases support the strategy on a CPU.
-
-    torch's streams for the CPU record no events in 2.6; DeepSpeed before 0.19.4 needs a GPU for the
-    page-locked buffers of infinity.
-    """
+    """Check that the installed releases support the strategy on a CPU."""
     advice = ""
+    # torch's streams for the CPU record no events in 2.6.
     if strategy.engine == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
         advice = "fsdp on a CPU needs a newer torch: pip install --upgrade torch, or use zero3"
     elif strategy.uses_nvme and Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU:
@@ -55,26 +57,15 @@ def check_cpu_support(strategy: Strategy) -> None:
 
 
 def check_builds(missing: list[str]) -> None:
-    """Check for a C++ compiler and a writable folder, which the missing ops need."""
+    """Check for a C++ compiler, which the missing ops need."""
     if not missing:
         return
     compiler, names = os.environ.get("CXX", "c++"), ", ".join(missing)
     if shutil.which(compiler) is None:
         raise MissingRequirement(
-            f"DeepSpeed's {names} must be compiled for offload and infinity, but "
-            f"there is no C++ compiler ({compiler}): apt install build-essential, or module load "
-            "gcc on a cluster. The other strategies need none without --compile."
+            f"DeepSpeed's {names} must be compiled for offload and infinity, but there is no C++ "
+            f"compiler ({compiler}): apt install build-essential, or module load gcc on a cluster."
         )
-    folder = ops.ops_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise MissingRequirement(
-            f"DeepSpeed's {names} must be compiled, but {folder} cannot be written "
-            f"({error.strerror}): set TORCH_EXTENSIONS_DIR to a folder that can, or compile them "
-            "with `python scripts/build_ops.py` where it is writable."
-        ) from error
 
 
 def check_locked_memory(needed: int) -> None:
@@ -83,7 +74,10 @@ def check_locked_memory(needed: int) -> None:
     DeepSpeed's allocation returns a null pointer otherwise.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or limit >= needed or _has_capability(CAP_IPC_LOCK):
+    status = Path("/proc/self/status").read_text()
+    capabilities = re.findall(r"^CapEff:\s*(\w+)", status, re.MULTILINE)
+    is_capable = any(int(mask, 16) >> CAP_IPC_LOCK & 1 for mask in capabilities)
+    if limit == resource.RLIM_INFINITY or limit >= needed or is_capable:
         return
     raise MissingRequirement(
         f"--strategy infinity locks {needed / GB:.2f} GB of I/O buffers in memory on each rank, "
@@ -93,45 +87,26 @@ def check_locked_memory(needed: int) -> None:
     )
 
 
-def _has_capability(number: int) -> bool:
-    """Return whether this process has a capability of Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    masks = [line.split()[1] for line in lines if line.startswith("CapEff")]
-    return any(int(mask, 16) >> number & 1 for mask in masks)
-
-
 def make_nvme_folder(path: str | None, needed: int) -> TemporaryFolder:
     """Create this job's own folder for infinity's files, and check that `needed` bytes will fit.
 
     The folders of killed jobs are removed first; the caller removes this one at the end.
 
     Raises:
-        UserError: `path` (--nvme_path; None: the temporary folder) is not writable.
-        MissingRequirement: it has too little free space, or its file system has no direct I/O.
+        MissingRequirement: `path` (--nvme_path; None: the temporary folder) is not writable, has
+            too little free space, or its file system has no direct I/O.
     """
-    parent = Path(path or tempfile.gettempdir())
+    parent, temporary, problem = Path(path or tempfile.gettempdir()), None, ""
     try:
         temporary = TemporaryFolder(parent, NVME_PREFIX, mode=0o700)
-    except OSError as error:
-        raise UserError(
-            f"--nvme_path {parent} cannot be written: {error.strerror}. Name another folder."
-        ) from error
-    try:
-        free = shutil.disk_usage(parent).free
-        if free < needed:
-            raise MissingRequirement(
-                f"--nvme_path {parent} has {free / GB:.2f} GB free, and infinity needs "
-                f"{needed / GB:.2f} GB there: free some space, or name another folder."
-            )
-        flags = os.O_CREAT | os.O_RDWR | getattr(os, "O_DIRECT", 0)
-        os.close(os.open(temporary.path / "probe", flags))
-    except OSError as error:
+        if (free := shutil.disk_usage(parent).free) < needed:
+            problem = f"has {free / GB:.2f} GB free, and infinity needs {needed / GB:.2f} GB there"
+        else:
+            os.close(os.open(temporary.path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError as error:  # NFS and tmpfs often have no direct I/O
+        problem = f"cannot be written with direct I/O ({error.strerror})"
+    if temporary and not problem:
+        return temporary
+    if temporary:
         temporary.remove()
-        raise MissingRequirement(
-            f"--nvme_path {parent}: its file system cannot do direct I/O ({error.strerror}), as "
-            "NFS and tmpfs often cannot: name a folder on a local disk."
-        ) from error
-    except MissingRequirement:
-        temporary.remove()
-        raise
-    return temporary
+    raise MissingRequirement(f"--nvme_path {parent} {problem}: name a folder on a local disk.")

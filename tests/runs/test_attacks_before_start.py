@@ -78,11 +78,6 @@ def folder_in(name: str, make) -> list[Attack]:
     *folder_in("a file", lambda path: path.write_text("") and None),
     *folder_in("a link to itself", lambda path: path.symlink_to("x")),
     Attack(
-        "a template that never ends",
-        args=("--chat_template", "/dev/zero"),
-        says="not an ordinary file",
-    ),
-    Attack(
         "earlier results that are not JSON",
         says="holds another run",
         prepare=lambda folder: (

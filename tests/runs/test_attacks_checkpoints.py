@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from attacks import Attack, table
@@ -91,15 +90,12 @@ def changed(change):
 
 OUTSIDE = {"bytes": 14, "sha256": "0" * 64}
 DAMAGES = {
-    "empty": lambda f: (step(f, 4) / "manifest.json").write_text(""),
     "half": lambda f: os.truncate(step(f, 4) / "manifest.json", 1000),
     "missing": lambda f: (step(f, 4) / "manifest.json").unlink(),
     "a later format": changed(lambda m: m.update(format_version=2)),
     "tensors outside": changed(lambda m: m["pieces"][0].update(file=f"../x/{RANK_FILE}")),
     "a listed file outside": changed(lambda m: m["files"].update({"../latest": OUTSIDE})),
     "a listed device": changed(lambda m: m["files"].update({"/dev/zero": OUTSIDE})),
-    "a parameter outside": changed(lambda m: m["shapes"].update({"../../escaped": [1]})),
-    "a parameter at the root": changed(lambda m: m["shapes"].update({"/tmp/escaped": [1]})),
     "a file that is missing": lambda f: (step(f, 4) / RANK_FILE).unlink(),
 }
 
@@ -122,74 +118,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, ctx, damage, capsys):
         checkpoint_format.open_checkpoint(copy)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x00\xff" * 512 + b"\n", b"5\n"])
-def test_damaged_metrics_are_seen(copy, damage):
-    from support.report.metrics_file import read_metrics
-
-    path = copy / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert read_metrics(path) == (records, [])
-    path.write_bytes(damage)
-    kept, unreadable = read_metrics(path)
-    assert kept == [] and bool(unreadable) == bool(damage)
-
-
-@pytest.mark.parametrize("name", ["", "..", "step-00000002/..", "step-²²²²²²²²"])
-def test_a_mark_names_a_checkpoint_or_nothing(copy, name):
-    from support.checkpoints import format as checkpoint_format
-
-    (copy / "checkpoints" / "best").write_text(name)
-    assert checkpoint_format.marked(copy / "checkpoints", "best") == ""
-    (copy / "checkpoints" / "best").write_text("step-00000002\n")
-    assert checkpoint_format.marked(copy / "checkpoints", "best") == "step-00000002"
-
-
 # ------------------------------------------------------------------ no finished checkpoint is lost
-
-
-@pytest.fixture
-def manager(copy, ctx, monkeypatch):
-    """The CheckpointManager of a run in the copy, resumed at step 2; its model is a single layer."""
-    import torch
-
-    from support.checkpoints import manager as checkpoints
-    from support.cli.parse import parse_arguments
-
-    model = torch.nn.Linear(2, 2)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    objects = checkpoints.TrainingObjects(model, optimizer, scaler, None, torch.zeros(()))
-    monkeypatch.setattr(checkpoints, "run_signature", lambda *_: {})
-    manager = checkpoints.CheckpointManager(
-        parse_arguments(["--load_best_at_end"]), ctx, copy, objects, None, {}
-    )
-    manager._resumed_at = manager._saved_at = 2
-    ctx.lock = True  # no other run uses the folder
-    return manager
-
-
-def test_what_is_set_aside_replaces_nothing(copy, manager):
-    """Also not what was set aside before."""
-    before = contents(step(copy, 4))
-    for suffix in ("", ".2"):
-        manager.take_over(None)
-        aside = copy / "checkpoints" / f"aside-step-00000004{suffix}"
-        assert contents(aside) == before and not step(copy, 4).exists() and step(copy, 2).exists()
-        shutil.copytree(aside, step(copy, 4))
-
-
-@pytest.mark.parametrize("content", ["..", "/", "../../victim", "step-00000002/../../../victim"])
-def test_the_best_before_is_removed_only_if_it_is_a_checkpoint(copy, manager, content):
-    victim = copy.parent / "victim"
-    victim.mkdir()
-    (victim / "thesis.txt").write_text("years of work")
-    (copy / "checkpoints" / "best").write_text(content)
-    manager._saved_at = 4
-    manager.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
-    assert (victim / "thesis.txt").exists() and step(copy, 2).exists() and step(copy, 4).exists()
-    (copy / "checkpoints" / "best").write_text("step-00000002\n")
-    manager.after_evaluation(SimpleNamespace(best={"step": 4}, step=4))
-    assert not step(copy, 2).exists() and step(copy, 4).exists()
 
 
 def interrupted(folder):
@@ -244,36 +173,20 @@ def test_resume_with_every_file_of_the_run_damaged(script, work, trained, copy):
     """Nothing but the checkpoint is needed; what is damaged keeps another name."""
     (copy / "results.json").write_bytes(bytes(range(256)))
     (copy / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + (copy / "metrics.jsonl").read_bytes())
-    (copy / "checkpoints" / "best").write_text("..")
-    (copy / "checkpoints" / "latest").unlink()
-    (copy / "checkpoints" / "latest").mkdir()
     os.truncate(step(copy, 4) / RANK_FILE, 1000)
     shutil.copytree(step(copy, 2), copy / "checkpoints" / "aside-step-00000004")
     for name in (".partial-0123abcd-results.json", "checkpoints/.partial-step-00000006"):
         (copy / name).write_text("of a run that was killed")
     flags = f"--no_export --save_every 2 --resume --output_dir {copy}".split()
     run = script(*work, *flags, folder=copy)
-    lines = [line for line in run.out.splitlines() if "damaged" in line or "does not name" in line]
-    assert len(lines) == 4
-
-    def losses(folder):
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return [(json.loads(line)["step"], json.loads(line)["loss"]) for line in lines]
-
-    assert losses(copy) == losses(trained) and run.results["status"] == "completed"
-    assert (
-        sorted(path.name for path in (copy / "checkpoints").iterdir())
-        == (
-            "aside-step-00000004 aside-step-00000004.2 best.damaged latest latest.damaged "
-            "step-00000002 step-00000004"
-        ).split()
-    )
-    assert (
-        sorted(path.name for path in copy.iterdir() if path.name != ".lock")
-        == (
-            "checkpoints metrics.jsonl metrics.jsonl.damaged results.json results.json.damaged"
-        ).split()
-    )
+    assert run.losses == Run(0, "", "", 0.0, trained).losses
+    assert run.results["status"] == "completed"
+    names = sorted(path.relative_to(copy).as_posix() for path in copy.glob("checkpoints/*"))
+    kept = "aside-step-00000004 aside-step-00000004.2 latest step-00000002 step-00000004"
+    assert names == [f"checkpoints/{name}" for name in kept.split()]
+    names = {path.name for path in copy.iterdir()} - {".lock", "checkpoints"}
+    kept = "metrics.jsonl metrics.jsonl.damaged results.json results.json.damaged"
+    assert names == set(kept.split())
 
 
 OWNER = """
@@ -287,29 +200,22 @@ sys.stdin.read()
 """
 
 
-def test_temporary_folders_go_when_their_owner_is_dead(tmp_path):
+def test_temporary_folders_are_removed_after_their_owner_has_ended(tmp_path):
     from support.files.atomic import TemporaryFolder
 
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", OWNER, tmp_path]
     started = [subprocess.Popen(command, cwd=PROJECT, **pipes) for _ in range(2)]
     dead, alive = (Path(process.stdout.readline().strip()) for process in started)
-    # Of another machine, which may be alive: its lock does not reach every file system.
-    other = tmp_path / "x-of another machine"
+    other = tmp_path / "x-of another machine"  # whose locks may not be visible here
     other.mkdir()
     (other / ".lock").touch()
-    (tmp_path / "x-unknown").mkdir()
-    started[0].send_signal(signal.SIGKILL)
+    started[0].kill()
     started[0].wait()
     mine = TemporaryFolder(tmp_path, "x-")
-    again = TemporaryFolder(tmp_path, "x-")
-    assert not dead.exists()
-    assert all(
-        path.exists() for path in (alive, other, mine.path, again.path, tmp_path / "x-unknown")
-    )
-    for folder in (mine, again):
-        folder.remove()
-        assert not any(os.path.exists(path) for path in folder.paths)
+    assert not dead.exists() and all(path.exists() for path in (alive, other, mine.path))
+    mine.remove()
+    assert not mine.path.exists()
     started[1].kill()
     for process in started:
         process.communicate()
@@ -370,17 +276,3 @@ def test_infinity_is_killed_and_resumes(script, work, tmp_path):
     resumed = script(*command, "--resume", folder=out)
     assert "Resumed from" in resumed.out and resumed.losses == whole.losses
     assert not any(nvme.iterdir())
-
-
-def test_a_checkpoint_may_be_a_link_to_another_disk(copy, ctx, manager):
-    """The user moved it there. Its files are read through the link, and only the link is renamed."""
-    from support.checkpoints.find import find_checkpoint
-    from support.cli.parse import parse_arguments
-
-    step(copy, 4).rename(copy / "moved")
-    step(copy, 4).symlink_to(copy / "moved")
-    args = parse_arguments(["--resume", "--resume_force", "--output_dir", str(copy)])
-    assert find_checkpoint(args, ctx, copy)[0] == step(copy, 4)
-    manager.take_over(None)
-    assert (copy / "checkpoints" / "aside-step-00000004").is_symlink()
-    assert (copy / "moved" / RANK_FILE).exists()

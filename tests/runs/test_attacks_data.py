@@ -22,7 +22,7 @@ from support.data.rows import open_source
 from support.data.tokenize import bad_rows_in, tokenize_once
 from support.errors import UserError
 from support.files.cache import META, Cache
-from support.files.folders import files_of
+from support.files.user_files import files_of
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 FINE = json.dumps({"text": "fine"})

@@ -12,34 +12,24 @@ WORK = (
 
 
 def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
-    work = [
-        *WORK,
-        *f"--early_stopping_patience 2 --load_best_at_end --keep_last 1 --output_dir {tmp_path}".split(),
-    ]
+    flags = "--early_stopping_patience 2 --load_best_at_end --keep_last 1 --output_dir"
+    work = [*WORK, *flags.split(), tmp_path]
     run = script(*work, folder=tmp_path)
-    evaluations = {
-        record["step"]: record["eval_loss"] for record in run.metrics if "eval_loss" in record
-    }
+    evaluations = {r["step"]: r["eval_loss"] for r in run.metrics if "eval_loss" in r}
     best = min(evaluations, key=evaluations.get)
-    assert (
-        list(evaluations) == list(range(4, best + 9, 4)) and best + 8 < 60
-    )  # two more after the best
+    # Two more after the best.
+    assert list(evaluations) == list(range(4, best + 9, 4)) and best + 8 < 60
     found = run.results
     assert (found["best_step"], found["stopped_early"], found["steps"]) == (best, 2, best + 8)
     assert found["best_eval_loss"] == evaluations[best] < found["eval_loss"]
     assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
-    held = found["memory"][
-        "categories_bytes"
-    ]  # measured although nobody knew which step would be the last
+    # Measured although nobody knew which step would be the last.
+    held = found["memory"]["categories_bytes"]
     assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
-    exported = script(
-        *f"--model {tmp_path / 'hf'} --dataset pydocs --eval_only --eval_samples 16".split(),
-        *"--seq_length 32 --precision fp32".split(),
-    )
+    flags = f"--model {tmp_path / 'hf'} --dataset pydocs --eval_only --eval_samples 16"
+    exported = script(*flags.split(), *"--seq_length 32 --precision fp32".split())
     assert exported.results["eval_loss"] == pytest.approx(found["best_eval_loss"], rel=1e-5)
-    again = script(
-        *work, "--resume", folder=tmp_path
-    )  # it is over, although more epochs were asked for
+    again = script(*work, "--resume", folder=tmp_path)  # complete, although epochs are left
     assert "already complete" in again.out and again.results["best_step"] == best
 
 
@@ -47,9 +37,8 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     work = [*WORK, "--early_stopping_patience", "2", "--no_export"]
     whole = script(*work, "--save_every", "2", "--strategy", "zero2", launcher="torchrun", ranks=2)
     best = whole.results["best_step"]
-    start = (
-        whole.folder / "checkpoints" / f"step-{best + 4:08d}"
-    )  # one evaluation that was no better is just to come
+    # One evaluation that was no better is just to come.
+    start = whole.folder / "checkpoints" / f"step-{best + 4:08d}"
     resumed = script(*work, "--batch_size", "16", "--no_save", "--resume", start)
     assert json.loads((start / "manifest.json").read_text())["counters"]["best"]["waited"] == 0
     assert len(resumed.losses) == 4
@@ -74,10 +63,8 @@ def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
         how = ["--strategy", "fsdp", "--fsdp_config", tmp_path / "fsdp.json"]
     work = [*WORK, "--load_best_at_end", "--eval_samples", "16", "--generate", "A list is", *how]
     run = script(*work, "--max_steps", "16", "--batch_size", "4", launcher="torchrun", ranks=2)
-    assert (
-        run.results["best_step"] < 16
-        and len(list((run.folder / "checkpoints").glob("step-*"))) == 1
-    )
+    assert run.results["best_step"] < 16
+    assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
     loaded = script(
         *f"--model {run.folder / 'hf'} --dataset pydocs --eval_only --generate".split(),
         "A list is",

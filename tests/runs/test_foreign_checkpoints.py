@@ -108,74 +108,14 @@ def test_training_continues_a_checkpoint_of_trainer(
         assert (weight - expected[name]).abs().max() < 1e-4, name  # an update is about 1e-2
 
 
-def test_a_stream_starts_at_the_beginning(script, trainer, imported, data):
-    """Its sequences begin with the end-of-text token, so the losses are not those of Trainer."""
-    folder, losses = trainer
-    flags = ["--model", folder / f"checkpoint-{SAVED}", "--dataset", data, "--streaming"]
-    run = script(*WORK, *flags, "--batch_size", 2, "--resume", imported)
-    assert [record["step"] for record in run.metrics if "loss" in record] == [3, 4]
-    assert_close(run.losses, losses[SAVED:], 0.05)
-
-
-def test_the_newest_checkpoint_of_an_output_folder_and_settings_that_differ(
-    script, convert, trainer, data, tmp_path
-):
+def test_the_newest_checkpoint_of_an_output_folder(script, convert, trainer, data, tmp_path):
     folder, _ = trainer
     assert convert(folder, "--to", "checkpoint", tmp_path / "start")[0] == 0
     manifest = json.loads((tmp_path / "start" / "manifest.json").read_text())
     assert manifest["counters"]["step"] == manifest["adam_step"] == STEPS
-    assert manifest["identity"]["told"]["max_steps"] == STEPS
-    assert manifest["identity"]["told"]["lr"] == LR
     # The folder itself is no checkpoint of this project, and the error says what to do.
     run = script("--dataset", data, "--resume", folder, ok=False)
     assert run.code == 2 and "convert_checkpoint.py" in run.error
-
-
-def test_a_sharded_llama_without_biases(convert, llama, tmp_path):
-    """Untied weights in several files; all of Llama's parameters without weight decay are norms."""
-    import torch
-    from transformers import AutoModelForCausalLM, Trainer
-
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    decayed = set(Trainer.get_decay_parameter_names(None, model))
-    names = [name for name, _ in model.named_parameters()]
-    order = sorted(names, key=lambda name: name not in decayed)
-    parameters = dict(model.named_parameters())
-    groups = [
-        {"params": [parameters[n] for n in order if (n in decayed) is wanted], "weight_decay": d}
-        for wanted, d in ((True, 0.1), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups)
-    ids = torch.arange(32)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
-    torch.save(optimizer.state_dict(), tmp_path / "theirs" / "optimizer.pt")
-    (tmp_path / "theirs" / "trainer_state.json").write_text('{"global_step": 1}')
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-
-    assert convert(tmp_path / "theirs", "--to", "checkpoint", tmp_path / "ours")[0] == 0
-    assert convert(tmp_path / "ours", "--to", "torch", tmp_path / "torch")[0] == 0
-    weights = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
-    states = torch.load(tmp_path / "torch" / "optimizer.pt", weights_only=True)
-    assert states["step"] == 1 and list(weights) == names
-    for name, parameter in parameters.items():
-        assert torch.equal(weights[name], parameter)
-        assert torch.equal(states["exp_avg"][name], optimizer.state[parameter]["exp_avg"])
-        assert torch.equal(states["exp_avg_sq"][name], optimizer.state[parameter]["exp_avg_sq"])
-
-
-def set_config(folder, **values):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
-
-
-def change_optimizer(folder, change):
-    import torch
-
-    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
-    change(optimizer)
-    torch.save(optimizer, folder / "optimizer.pt")
 
 
 def write_pickle(folder):
@@ -187,15 +127,7 @@ def write_pickle(folder):
 BAD = {
     "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json"),
     "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights"),
-    "wrong shapes": (lambda folder: set_config(folder, n_positions=32), "not a checkpoint of Tr"),
-    "more layers": (lambda folder: set_config(folder, n_layer=3), "missing keys"),
     "truncated": (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 99), "not a checkpoint"),
-    "another optimizer": (
-        lambda f: change_optimizer(f, lambda o: o["state"][0].pop("exp_avg")),
-        "AdamW",
-    ),
-    "a group less": (lambda f: change_optimizer(f, lambda o: o["param_groups"].pop()), "AdamW"),
     "objects in the optimizer": (write_pickle, "Python objects"),
     "adapters": (lambda f: (f / "adapter_config.json").write_text("{}"), "adapters"),
 }

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from support.strategies import ops
 from support.strategy import STRATEGIES
 
@@ -22,16 +20,6 @@ def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):
     AsyncIOBuilder().load()
     assert set(loaded) == {"async_io", "pin_memory"}
     assert set(loaded) <= set(ops.needed_ops(STRATEGIES["infinity"]))
-
-
-@pytest.mark.parametrize("has_op", [True, False])
-def test_pin_memory_is_compiled_where_deepspeed_has_it(tmp_path, monkeypatch, has_op):
-    builders = tmp_path / "ops" / "op_builder"
-    builders.mkdir(parents=True)
-    if has_op:
-        (builders / "pin_memory.py").touch()
-    monkeypatch.setattr(ops, "_package", lambda name: tmp_path)
-    assert ("pin_memory" in ops.needed_ops(STRATEGIES["infinity"])) is has_op
 
 
 def test_ops_contain_no_code_for_gpus():

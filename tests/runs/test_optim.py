@@ -74,13 +74,11 @@ def test_adamw_continues_with_8bit_moments(script, half_way, bitsandbytes):
     assert_close(run.losses, whole.losses[4:], 2e-3)
 
 
-@pytest.mark.parametrize("strategy, optim", [("zero2", "sgd"), ("dp", "adafactor")])
-def test_prediction_for_optimizers(script, strategy, optim):
+@pytest.mark.parametrize(
+    "strategy, optim", [("zero2", "sgd"), ("dp", "adafactor"), ("zero2", "adamw_8bit")]
+)
+def test_prediction_for_optimizers(request, script, strategy, optim):
+    if optim == "adamw_8bit":
+        request.getfixturevalue("bitsandbytes")
     run = simulate(script, *WORK, "--strategy", strategy, "--optim", optim, ranks=2)
-    assert_as_predicted(run.results["memory"], strategy, run.results["precision"])
-
-
-@pytest.mark.parametrize("strategy", ["dp", "zero2", *in_soak("zero3")])
-def test_prediction_for_8bit_adamw(script, bitsandbytes, strategy):
-    run = simulate(script, *WORK, "--strategy", strategy, "--optim", "adamw_8bit", ranks=2)
     assert_as_predicted(run.results["memory"], strategy, run.results["precision"])

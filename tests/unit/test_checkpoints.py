@@ -9,10 +9,9 @@ from one_rank import one_rank
 
 from support.checkpoints import manager as checkpoint
 from support.checkpoints.find import find_checkpoint
-from support.checkpoints.tensors import PieceWriter, read_shards, write_shards
+from support.checkpoints.tensors import PieceWriter, read_shards, sharded_state, write_shards
 from support.cli.parse import parse_arguments
-from support.strategies import gradients, optimizer_shards
-from support.strategies.optimizer_shards import sharded_state
+from support.strategies import gradients, moments_8bit
 
 CPU = torch.device("cpu")
 
@@ -65,21 +64,6 @@ def test_saved_state_is_loaded(manager, ctx, tmp_path):
     assert manager.state.adam_step == 1
 
 
-def test_checkpoint_is_kept_if_latest_cannot_be_written(
-    manager, ctx, tmp_path, monkeypatch, capsys
-):
-    """The checkpoint is complete by then, and training continues."""
-
-    def full_disk(path, text):
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(checkpoint.atomic, "write_text", full_disk)
-    manager.save(counters(1))
-    [notice] = [line for line in capsys.readouterr().out.splitlines() if "latest" in line]
-    assert "complete" in notice and "No space left" in notice and len(manager.seconds) == 1
-    assert find_checkpoint(manager.args, ctx, tmp_path)[0] == manager.folder / "step-00000001"
-
-
 @pytest.mark.parametrize("elements", [1, 6, 100])
 def test_pieces_are_distributed_over_files(ctx, tmp_path, monkeypatch, elements):
     """Each file has at most `elements` elements, and any distribution is read as the same tensors."""
@@ -122,7 +106,7 @@ def test_rows_and_columns_of_adafactor_are_restored(ctx):
 def test_8bit_moments_are_the_same_after_a_save_and_a_load(ctx, tmp_path, monkeypatch):
     """Blocks begin at the same elements, so every code is found again."""
     bnb = pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(optimizer_shards, "PART_8BIT", 2 * optimizer_shards.BLOCK_8BIT)
+    monkeypatch.setattr(moments_8bit, "PART", 2 * moments_8bit.BLOCK)
     (first, optimizer), (second, fresh) = (updated(bnb.optim.AdamW8bit) for _ in range(2))
     writer = PieceWriter(tmp_path)
     write_shards(writer, sharded_state(first, optimizer, CPU), 1)

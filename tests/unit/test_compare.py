@@ -101,7 +101,7 @@ def compared(*places, tolerance=1e-6):
 
 
 def test_every_flag_has_an_effect():
-    from support.checkpoints.compatibility import INFORMATIONAL_FLAGS
+    from support.checkpoints.find import INFORMATIONAL_FLAGS
     from support.cli.parse import parse_arguments
     from support.cli.run_file import NOT_SHOWN
     from support.report.causes import EFFECTS

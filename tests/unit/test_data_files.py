@@ -18,7 +18,7 @@ from support.data.sequences import Padding
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
-from support.files.folders import files_of
+from support.files.user_files import files_of
 
 
 def tokenized(tokenizer, folder, conversations):

@@ -91,7 +91,6 @@ def test_values_of_the_file_are_used(read, content, flags, values):
     "content, flags, says",
     [
         ('{"zero_optimization" {"stage": 2}}', [], "ds.json: .*line 1 column 22"),
-        ('{"zero_optimization": {"stage": 2}, "a": 1, "a": 2}', [], "key a is given twice"),
         ("[1]", [], "object"),
         (zero(4), [], "stage 4 is not 1, 2 or 3"),
         ({"zero_optimization": True}, [], "zero_optimization in it must be objects"),
