@@ -81,7 +81,6 @@ FIRST = [
     "test_own_data.py",
     "test_export.py",
     "test_lora.py",
-    "test_ssh.py",
 ]
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from support import PROJECT, process
 from support.cli.argument_types import Options
 from support.cli.ds_config import lookup
-from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
+from support.cluster.slurm import seconds_of
 from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
 from support.memory.workload import Workload
@@ -354,10 +354,10 @@ def slurm_budget(args: Options) -> str:
     """Return the Slurm budget as text; "" if no flag asks for it."""
     if not any(getattr(args, flag) for flag in BUDGET_FLAGS):
         return ""
-    ranks = args.num_nodes * (args.num_gpus_per_node or 1)
+    ranks = args.num_nodes * args.num_gpus_per_node
     measured = read_run("--results", args.results) if args.results else None
     times = times_of(args, measured[1] if measured else None)
-    lead = (args.signal_seconds or SIGNAL_SECONDS) if args.requeue else None
+    lead = args.signal_seconds if args.requeue else None
     per_gpu = args.mtbf or MTBF_HOURS
     plan = budget_of(times, seconds_of(args.time_limit), lead, 3600 * per_gpu / ranks)
     rate = "given" if args.mtbf else "assumed, from Llama 3, arXiv 2407.21783"

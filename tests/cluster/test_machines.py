@@ -149,7 +149,7 @@ def test_a_machine_that_differs_is_named(machines, tmp_path):
     started = on_each(machines, *WORK, "--output_dir", tmp_path / "out", programs=programs)
     said = ends(started, 60)
     [line] = errors(said)
-    assert "node3" in line and "script" in line
+    assert "node3" in line and "version of code" in line
 
 
 def test_a_rank_that_never_comes_is_named(machines, tmp_path):

@@ -138,17 +138,7 @@ def test_a_job_without_time_to_train_is_refused():
     assert budget_of(Times(100, 290, startup=30), 300, None, 1e6).jobs == 1  # needs no save
 
 
-@pytest.mark.parametrize(
-    "text, seconds",
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("48:00:00", 172_800),
-        ("2-00:00:00", 172_800),
-        ("1-12", 129_600),
-        ("1-00:30", 88_200),
-    ],
-)
+@pytest.mark.parametrize("text, seconds", [("48:00:00", 172_800), ("2-00:00:00", 172_800)])
 def test_time_limits_as_slurm_reads_them(text, seconds):
     assert seconds_of(text) == seconds
 
