@@ -40,10 +40,6 @@ from support.files.atomic import TemporaryPaths
 from support.process import exit_now
 from support.redaction import print_traceback
 
-HOST_IS_FULL = (
-    "It is the host's memory, not the GPU's: "
-    "fewer ranks on a node, or a strategy that offloads less."
-)
 SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
@@ -106,15 +102,10 @@ class StopSignal:
 
 @dataclass
 class Restart:
-    """What a rank needs to start again with a smaller micro-batch.
+    """What a rank needs to start again with a smaller micro-batch."""
 
-    Attributes:
-        values: the flags that change, by name.
-        useful: returns whether the micro-batch may be the cause of an out-of-memory error now.
-    """
-
-    values: dict
-    useful: Callable[[], bool]
+    values: dict  # the flags that change, by name
+    useful: Callable[[], bool]  # whether the micro-batch may be the cause of an error now
 
 
 class FailureMonitor:
@@ -142,11 +133,7 @@ class FailureMonitor:
         return self.watchdog.store
 
     def watch(self, store: dist.Store, hang_seconds: int) -> None:
-        """Start the thread of the watchdog, and handle stop signals and SIGUSR2 from now on.
-
-        Args:
-            store, hang_seconds: see `Watchdog.start`.
-        """
+        """Start the watchdog (see `Watchdog.start`), and handle stop signals."""
         self.stop.install()
         self.watchdog.start(store, hang_seconds)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -167,20 +154,17 @@ class FailureMonitor:
         if self._ending.wait(GRACE_SECONDS):
             return
         if error is not None:
-            self.end_failed(error, with_stacks=True)
+            self.end_failed(error)
         self._exit_at_latest(EXIT_FAILED)
         self._leave(EXIT_FAILED)
 
     # ----------------------------------------------------------------------- the end of this rank
 
-    def end_failed(self, error: BaseException, with_stacks: bool = False) -> NoReturn:
+    def end_failed(self, error: BaseException) -> NoReturn:
         """Record and report an error, and exit with its exit code.
 
         results.json is written first, by this thread, which needs no other thread and little
         memory. Only the rank that fails first reports: the errors of the others are consequences.
-
-        Args:
-            with_stacks: add a hang report.
         """
         self._reserve.close()
         shown = explain(error)
@@ -199,12 +183,8 @@ class FailureMonitor:
                 if self.console.verbose:
                     print_traceback(error)
                 progress.write(line, sys.stderr)
-                for fact in self._about_memory(shown) if isinstance(shown, OutOfMemory) else ():
+                for fact in self._about_memory() if isinstance(shown, OutOfMemory) else ():
                     progress.write(f"   {fact}", sys.stderr)
-                if with_stacks:
-                    self.watchdog.dump(str(shown))
-                    with contextlib.suppress(RuntimeError):  # the store has ended
-                        self.watchdog.write_table(str(shown))
             # The other ranks must read the error in the store, which this process may host.
             if self.launch.is_main and self.launch.world_size > 1:
                 time.sleep(2 * ROUND_SECONDS)
@@ -268,7 +248,7 @@ class FailureMonitor:
     # ------------------------------------------------------------------------- the first failure
 
     def _record(self, shown: UserError) -> bool:
-        """Call the functions in `on_failure`; return False if another rank has recorded one."""
+        """Write the error to results.json; return False if another rank has recorded one."""
         try:
             return all(record(shown) for record in self.on_failure)
         except (MemoryError, OSError) as problem:
@@ -289,15 +269,14 @@ class FailureMonitor:
                 return self.store.get("failure").decode()
         return ""
 
-    def _about_memory(self, shown: OutOfMemory) -> list[str]:
+    def _about_memory(self) -> list[str]:
         """Return lines on what used the memory that ran out, and on what would fit."""
-        lines, remedies = [HOST_IS_FULL] if is_of_host(shown) else [], []
+        lines, remedies = [], []
         for describe in self.memory_facts:
             with contextlib.suppress(Exception):  # there may be too little memory left
                 lines += describe()
-        if not is_of_host(shown):
-            with contextlib.suppress(Exception):  # an architecture that the planner does not know
-                remedies = self.remedies()
+        with contextlib.suppress(Exception):  # an architecture that the planner does not know
+            remedies = self.remedies()
         return lines + (remedies or [LESS_MEMORY])
 
     # ------------------------------------------------------------------------------- the restart
@@ -306,7 +285,10 @@ class FailureMonitor:
         """Return whether all ranks restart: memory ran out and that may help, here or elsewhere."""
         if self.restart is None:
             return False
-        out_of_memory = isinstance(shown, OutOfMemory) and not is_of_host(shown)
+        # On a GPU a smaller micro-batch does not help if the host's memory ran out.
+        out_of_memory = isinstance(shown, OutOfMemory) and not (
+            shown.on_host and torch.cuda.is_available()
+        )
         helps = out_of_memory and self.restart.useful() and not self.stop.requested
         if helps and self._agree_on_first(f"{RESTART} of rank {self.launch.rank}"):
             flags = [f"--{name} {value}" for name, value in self.restart.values.items()]
@@ -339,11 +321,6 @@ class FailureMonitor:
         while not leaves_first or (ready < self.launch.world_size and time.monotonic() < deadline):
             time.sleep(0.1)
             ready = self.store.add("restart/ready", 0)
-
-
-def is_of_host(error: OutOfMemory) -> bool:
-    """Return whether the host has no memory left, and not the GPU."""
-    return error.on_host and torch.cuda.is_available()
 
 
 def free_variables(error: BaseException | None) -> None:

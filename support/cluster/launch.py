@@ -63,8 +63,7 @@ def detect_launch() -> Launch:
             cannot be expanded.
     """
     env = os.environ
-    # The shell of a batch script also has SLURM_PROCID, but is not a job step: `python` in it is a
-    # single process.
+    # The shell of a batch script also has SLURM_PROCID, but is no job step.
     in_step = "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env)
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
@@ -158,13 +157,12 @@ def _first_slurm_host(env: Mapping[str, str]) -> str:
         return nodes
     command = ["scontrol", "show", "hostnames", nodes]
     try:
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
             f"Cannot expand Slurm's node list {nodes} with scontrol: "
             "export MASTER_ADDR=<first node>."
         ) from error
-    return hosts.stdout.split()[0]
 
 
 def free_port() -> int:

@@ -75,7 +75,7 @@ def launch_script(args: argparse.Namespace, made_by: str) -> str:
         made_by=made_by,
         project=shlex.quote(str(PROJECT)),
         activate=slurm.ACTIVATE,
-        config=config_path(args.config),
+        config=shlex.quote(str(Path(args.config).absolute())),
         deepspeed=args.use_deepspeed and args.num_nodes == 1,
         nodes=args.num_nodes,
         ranks=args.num_gpus_per_node,
@@ -102,7 +102,7 @@ def slurm_job(args: argparse.Namespace, made_by: str) -> str:
     kind = "torchrun"
     if args.use_deepspeed and args.num_nodes == 1:
         kind, values["launcher"] = "one_node", "deepspeed"
-    arguments = f" --config {config_path(args.config)}"
+    arguments = f" --config {shlex.quote(str(Path(args.config).absolute()))}"
     # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
     # with srun.
     if args.requeue:
@@ -115,8 +115,3 @@ def slurm_job(args: argparse.Namespace, made_by: str) -> str:
         values["activate"] = f"source {shlex.quote(str(activate))}"
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
     return slurm.batch_script(kind, about, arguments, **values)
-
-
-def config_path(path: str) -> str:
-    """Return the absolute path of the run file, quoted for a shell."""
-    return shlex.quote(str(Path(path).absolute()))

@@ -84,19 +84,6 @@ def batch_script(kind: str, about: str, arguments: str = "", **values: object) -
     return fill("slurm", **{**DEFAULTS, **values, **fixed})
 
 
-def output_dir(argv: list[str]) -> str:
-    """Return --output_dir from a job's arguments or from the run file that they name, otherwise "".
-
-    Invalid arguments also give "": the training script reports the error itself.
-    """
-    from support.cli.parse import output_dir_of
-
-    try:
-        return output_dir_of(argv)
-    except UserError:
-        return ""
-
-
 def seconds_of(time_limit: str) -> int:
     """Return the seconds of a time limit, HH:MM:SS or D-HH:MM:SS.
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from support.cli.arguments import Arguments
 
 
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's <malloc.h>
 # Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
 # not read it (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -96,10 +97,10 @@ def available_cores() -> int:
 def return_freed_memory() -> None:
     """Return each large tensor to the kernel as soon as it is freed; used while a model loads.
 
-    By default glibc raises its mmap threshold when the first large tensor is freed. The parameters
-    that ZeRO-3 holds temporarily while it shards would then remain in the process's memory.
+    By default glibc raises this threshold when the first large tensor is freed. The parameters that
+    ZeRO-3 holds while it shards would then remain in the process's memory.
     """
-    _mallopt(mmap_threshold=1 << 20)
+    _mallopt({M_MMAP_THRESHOLD: 1 << 20})
 
 
 def keep_freed_memory(device: torch.device) -> None:
@@ -110,16 +111,14 @@ def keep_freed_memory(device: torch.device) -> None:
     heap.
     """
     if device.type == "cpu":
-        _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
+        _mallopt({M_MMAP_THRESHOLD: 8 << 20, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
 
 
-def _mallopt(**settings: int) -> None:
+def _mallopt(settings: dict[int, int]) -> None:
     """Call glibc's mallopt(3); other C libraries keep their defaults."""
-    numbers = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # from <malloc.h>
     with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for name, value in settings.items():
-            mallopt(numbers[name], value)
+        for number, value in settings.items():
+            ctypes.CDLL(None).mallopt(number, value)
 
 
 def choose_device(launch: Launch) -> torch.device:

@@ -73,9 +73,7 @@ def test_rank_1_that_is_stopped_ends_the_run(tmp_path):
         second.send_signal(signal.SIGCONT)
         assert end_of(second, 30) == 1
         [line] = errors_of(first, second)
-        report = (tmp_path / "out" / "hang" / "report.txt").read_text()
-        assert "Rank 1 ended without reporting an error" in line + report
-        assert " stopped " in report
+        assert "Rank 1 ended without reporting an error" in line
 
 
 @pytest.mark.soak
