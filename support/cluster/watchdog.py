@@ -80,6 +80,7 @@ class Watchdog:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGUSR2, lambda *_: None)
+        self._publish()
 
     # ------------------------------------------------------------------- the state of the ranks
 
@@ -93,7 +94,7 @@ class Watchdog:
         """
         self._beat += 1
         try:
-            self.store.set(f"state/{self._rank}", json.dumps(self._own_state()))
+            self._publish()
             if self.store.check(["failure"]):
                 return True
             self._check_next_rank()
@@ -116,8 +117,9 @@ class Watchdog:
         if self._silent > SILENT_ROUNDS and process_status(state) != psutil.STATUS_RUNNING:
             raise TrainingError(f"Rank {neighbor} {ENDED}")
 
-    def _own_state(self) -> dict:
-        return {
+    def _publish(self) -> None:
+        """Write this rank's state into the store."""
+        state = {
             "beat": self._beat,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -127,6 +129,7 @@ class Watchdog:
             "collective": self.traffic.last,
             "seconds": round(time.monotonic() - self._changed),
         }
+        self.store.set(f"state/{self._rank}", json.dumps(state))
 
     def _states(self, ranks: Iterable[int]) -> dict[int, dict]:
         """Return the last states that these ranks have published."""

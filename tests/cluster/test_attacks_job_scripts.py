@@ -1,6 +1,6 @@
 """Attacks on the files in slurm/: what a job is allocated, what a run leaves, names and folders.
 
-They run in a real bash with stubs for srun and scontrol; test_attacks_slurm.py has a real Slurm.
+They run in a real bash with stubs for srun and scontrol.
 """
 
 import re

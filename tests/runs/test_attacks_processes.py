@@ -220,17 +220,6 @@ def test_signal_during_imports(signal_while_importing, tmp_path, name):
     assert err.count("❌") == 1 and name in err and "Traceback" not in err
 
 
-def test_signal_during_imports_is_reported_once(signal_while_importing, tmp_path):
-    env = {**signal_while_importing, "SENT": 15, "WORLD_SIZE": 2}
-    ranks = [
-        start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {**env, "RANK": rank})
-        for rank in (0, 1)
-    ]
-    said = [finish(rank, 20)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "".join(said).count("❌") == 1
-
-
 @pytest.mark.parametrize(
     "error, code, says",
     [
