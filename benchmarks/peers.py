@@ -44,7 +44,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.bench import PROJECT, SCRIPT, TORCHRUN, end_family
-from support.cluster.devices import cpu_computes_bf16
+from support.cluster.tuning import cpu_computes_bf16
 from support.known_models import CONFIGS, EMBEDDED_MODEL
 from support.text_tables import replace_section
 from support.units import GB

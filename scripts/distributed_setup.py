@@ -10,9 +10,9 @@
     python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 \\
         --num_gpus_per_node 8 --time_limit 48:00:00
 
-Each file contains the command that generated it. A generated file that was not edited is replaced;
-any other existing file is replaced only with --force. `SUBCOMMAND --help` lists the flags.
-`plan_memory.py --time_limit` plans how many jobs a run needs, and how often it should save.
+Each file contains the command that generated it. An existing file is replaced only with --force.
+`SUBCOMMAND --help` lists the flags. `plan_memory.py --time_limit` plans how many jobs a run needs,
+and how often it should save.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build_parser() -> kinds.Parser:
         said = f"the file to write (default: {output})"
         added.add_argument("--output", type=Path, default=Path(output), help=said)
         switch = "store_true"
-        added.add_argument("--force", action=switch, help="replace it even if it was edited")
+        added.add_argument("--force", action=switch, help="replace an existing file")
         return added
 
     summary = "a DeepSpeed configuration, for --ds_config"
@@ -89,15 +89,12 @@ def build_parser() -> kinds.Parser:
     for add in (launcher, slurm):
         add("--config", metavar="FILE", required=True, help="the run file (YAML) to use")
         add("--num_nodes", type=COUNT, default=1, help="nodes (default: 1)")
-        said = "ranks per node (default: 1, or the slots in --hosts)"
-        add("--num_gpus_per_node", type=COUNT, help=said)
+        add("--num_gpus_per_node", type=COUNT, default=1, help="ranks per node (default: 1)")
         said = "start with DeepSpeed's launcher, on a single node only"
         add("--use_deepspeed", action="store_true", help=said)
     launcher("--master_addr", type=word, default="127.0.0.1", help="address of the first node")
     launcher("--master_port", type=PORT, default=29500, help="(default: 29500)")
     launcher("--node_rank", type=int, default=0, help="index of this node (default: NODE_RANK)")
-    said = "start all nodes over ssh: one host name per line, the first is the master"
-    launcher("--hosts", metavar="FILE", help=said)
     slurm("--time_limit", metavar="HH:MM:SS", default="02:00:00", help="(default: 02:00:00)")
     slurm("--partition", type=word, help="partition of the job")
     slurm("--account", type=word, help="account that the job is charged to")
@@ -105,51 +102,39 @@ def build_parser() -> kinds.Parser:
     slurm("--venv", metavar="DIR", help="environment (default: the active one, else .venv)")
     said = "save before the time limit or on preemption, requeue the job, and resume"
     slurm("--requeue", action="store_true", help=said)
-    said = "time of the signal to save before the limit (default: 120; needs --requeue)"
-    slurm("--signal_seconds", type=kinds.whole(1, 65535), metavar="S", help=said)
+    said = "time of the signal to save before the limit, with --requeue (default: 120)"
+    slurm("--signal_seconds", type=kinds.whole(1, 65535), default=120, metavar="S", help=said)
     return parser
-
-
-def check_output(args) -> None:
-    """Refuse to replace a file that was edited or is not from this script; --force does it."""
-    path = args.output
-    if path.exists() and not path.is_file():
-        raise UserError(f"--output {path} is not a file: name another one.")
-    if path.exists() and not args.force and not setup_files.is_unedited(path):
-        raise UserError(
-            f"{path} was edited, or was not written by this script: --force replaces it, "
-            "--output names another file."
-        )
 
 
 def main() -> None:
     """Read the arguments, write the file, and print what to do next."""
     args = build_parser().parse_args()
     made_by = shlex.join(["python", "scripts/distributed_setup.py", *sys.argv[1:]])
-    if len(made_by.splitlines()) > 1 or made_by.encode(errors="replace").decode() != made_by:
+    if not made_by.isprintable():
         raise UserError("An argument has a line end, or is not UTF-8: a script cannot hold it.")
-    write = {
-        "deepspeed": setup_files.deepspeed_config,
-        "fsdp": setup_files.fsdp_config,
-        "launcher": setup_files.launch_script,
-        "slurm": setup_files.slurm_job,
-    }[args.command]
     output = shlex.quote(str(args.output))
-    following = f"python real_model_example.py --ds_config {output}"
-    if args.command == "fsdp":
+    if args.output.exists() and not args.force:
+        raise UserError(f"{output} exists: --force replaces it, --output names another file.")
+    if args.command == "deepspeed":
+        text = setup_files.deepspeed_config(args, made_by)
+        following = f"python real_model_example.py --ds_config {output}"
+    elif args.command == "fsdp":
+        text = setup_files.fsdp_config(args, made_by)
         following = f"python real_model_example.py --strategy fsdp --fsdp_config {output}"
+    else:
+        # Parse the run file as the run will, so that an error in it is found before the queue. The
+        # train_batch_size of DeepSpeed depends on the number of ranks.
+        os.environ["WORLD_SIZE"] = str(args.num_nodes * args.num_gpus_per_node)
+        parse_arguments(["--config", args.config])
+    if args.command == "launcher":
+        text = setup_files.launch_script(args, made_by)
+        following = f"bash {output}"
+        if args.num_nodes > 1:
+            following += "    # on each machine, with NODE_RANK=0, 1, …"
+    elif args.command == "slurm":
+        text, following = setup_files.slurm_job(args, made_by), f"sbatch {output}"
     try:
-        check_output(args)
-        text = setup_files.with_digest(write(args, made_by))
-        if args.command in ("launcher", "slurm"):
-            # Parse the run file as the run will, so that an error in it is found before the queue.
-            hosts, slots = setup_files.read_hosts(getattr(args, "hosts", None))
-            ranks = (len(hosts) or args.num_nodes) * (slots or args.num_gpus_per_node or 1)
-            os.environ["WORLD_SIZE"] = str(ranks)  # train_batch_size of DeepSpeed depends on it
-            parse_arguments(["--config", args.config])
-            by_hand = args.command == "launcher" and not hosts and args.num_nodes > 1
-            following = f"{'sbatch' if args.command == 'slurm' else 'bash'} {output}"
-            following += "    # on each machine, with NODE_RANK=0, 1, …" * by_hand
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)
         if args.command in ("launcher", "slurm"):
@@ -157,11 +142,9 @@ def main() -> None:
     except OSError as error:
         raise TrainingError(f"{args.output} cannot be written: {error.strerror}.") from error
     print(f"📁 {args.output}\n{following}")
-    if getattr(args, "use_deepspeed", False) and not re.search("(?m)^(exec )?deepspeed ", text):
-        print(
-            "ℹ️  --use_deepspeed is for a single node without --hosts and --requeue: this script "
-            "starts the ranks with torchrun or srun. The strategy is that of the run file."
-        )
+    requeues = getattr(args, "requeue", False)
+    if getattr(args, "use_deepspeed", False) and (args.num_nodes > 1 or requeues):
+        print("ℹ️  --use_deepspeed needs a single node without --requeue: see the script.")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from support.cli.parse import ignored_flags, parse_arguments
 from support.cli.run_file import as_yaml
 from support.cluster import launch as launching
 from support.cluster import tuning
-from support.cluster.launch import Launch
-from support.cluster.restart import continue_restarted
+from support.cluster.launch import Launch, continue_restarted
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, MissingRequirement, Preempted, UserError
 from support.known_models import EMBEDDED_MODEL
 from support.memory.architectures import read_config
@@ -97,8 +96,8 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
         train: returns the wrapped model.
     """
     # They need torch, which the script has imported before.
-    from support.cluster.devices import choose_precision
     from support.cluster.process_group import join
+    from support.cluster.tuning import choose_precision
     from support.commands import command_of
     from support.model.resolve import configure_transformers
 
@@ -108,7 +107,7 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     try:
         ctx = join(args, launch)
     except BaseException as error:
-        launching.exit_before_start(error, args.verbose, linger=2)
+        launching.exit_before_start(error, args.verbose)
     try:
         check_with_deepspeed(args)  # the keys and values of --ds_config
         ctx.precision = choose_precision(args.precision, ctx.device)

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from support.cluster.failures import FailureMonitor
+from support.cluster.failures import FailureMonitor, StopSignal
 from support.cluster.launch import Launch
-from support.cluster.stop_signal import StopSignal
 from support.console import Console
 from support.errors import TrainingError
 
@@ -33,17 +32,18 @@ class DistContext:
         simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
         real_world_size: number of processes that exist: 1 in a simulation.
         precision: of the computation: "fp32", "bf16" or "fp16".
+        nodes: number of nodes.
         lock: on rank 0: prevents a second run from using the output folder.
     """
 
     def __init__(self, launch: Launch, device: torch.device, backend: str, console: Console):
         self.launch, self.device, self.backend, self.console = launch, device, backend, console
         self.rank, self.world_size, self.is_main = launch.rank, launch.world_size, launch.is_main
-        self.stop = StopSignal()
-        self.failures = FailureMonitor(launch, console, self.stop)
-        self.hang, self.temporary = self.failures.watchdog, self.failures.temporary
         self.simulated = backend == "fake"
         self.real_world_size = 1 if self.simulated else launch.world_size
+        self.stop = StopSignal()
+        self.failures = FailureMonitor(launch, self.real_world_size, console, self.stop)
+        self.hang, self.temporary = self.failures.watchdog, self.failures.temporary
         self.precision, self.nodes = "fp32", 1
         self.lock: Any = None
 
@@ -91,10 +91,9 @@ class DistContext:
         Returns:
             The result of the rank's own node.
         """
-        store = self.failures.store
-        if store is None:
+        if self.real_world_size == 1:
             return prepare()
-        key = f"prepared/{what}/{self.launch.node}"
+        store, key = self.failures.store, f"prepared/{what}/{self.launch.node}"
         if self.launch.is_node_leader:
             store.set(key, json.dumps(prepare()))
             store.add(f"prepared/{what}/nodes", 1)
@@ -111,17 +110,15 @@ class DistContext:
     def broadcast_from_rank0(self, value: Any) -> Any:
         """Broadcast an object from rank 0; return it on every rank."""
         values = [value]
-        if self.real_world_size == 1:
-            return value
-        dist.broadcast_object_list(values, src=0)
+        if self.real_world_size > 1:
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the objects of all ranks in their order; in a simulation only that of this one."""
-        if self.real_world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        values = [value] * self.real_world_size
+        if self.real_world_size > 1:
+            dist.all_gather_object(values, value)
         return values
 
 

@@ -1,51 +1,119 @@
-"""The first failure of a run is written and printed once, and every rank exits."""
+"""The end of a run: stop signals, the first failure, and a restart with a smaller micro-batch.
+
+The first error is written to results.json and printed by the rank that fails, and every rank exits.
+With --auto_micro_batch each rank instead replaces its program by a new one in the same process
+(execve), which no launcher notices.
+"""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import json
 import mmap
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from support import progress
-from support.cluster.launch import Launch
-from support.cluster.restart import REQUEST, Restart
-from support.cluster.stop_signal import StopSignal
+from support import process, progress
+from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.watchdog import ROUND_SECONDS, Watchdog
 from support.console import Console
-from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, UserError, explain
+from support.errors import (
+    EXIT_FAILED,
+    LESS_MEMORY,
+    OutOfMemory,
+    StoppedBySignal,
+    UserError,
+    explain,
+)
 from support.files.atomic import TemporaryPaths
 from support.process import exit_now
 from support.redaction import print_traceback
 
-HOST_IS_FULL = (
-    "It is the host's memory, not the GPU's: "
-    "fewer ranks on a node, or a strategy that offloads less."
-)
+SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
-STORE_SECONDS = 2  # time limit of the store when an error is reported
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
+READY_SECONDS = 10  # for all ranks to see that they restart
 LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
 RESERVE_BYTES = 64 << 20
-NO_ANSWER = (RuntimeError, MemoryError, concurrent.futures.TimeoutError)  # see `in_time`
+RESTART = "restart"  # begins the entry of the store that all ranks read when a rank fails
+
+
+class StopSignal:
+    """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
+
+    Before training a signal ends the run like an error. After `defer()` it sets `requested`, and
+    the ranks agree on it between two steps; a later Ctrl-C (SIGINT) interrupts the run at once.
+    """
+
+    def __init__(self) -> None:
+        self.requested, self._name = False, ""
+        self._deferred, self._first = False, 0.0
+
+    def install(self) -> None:
+        """Install the handlers; only the main thread can do this."""
+        for number in process.STOP_SIGNALS:
+            if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._arrived)
+
+    def defer(self) -> None:
+        """Record further signals instead of ending the run; called when training starts.
+
+        Raises:
+            StoppedBySignal: a signal arrived earlier, and a destructor swallowed its exception.
+        """
+        if self.requested:
+            self._end()
+        self._deferred = True
+
+    def ignore(self) -> None:
+        """Ignore all further stop signals, because the run is about to exit."""
+        # Python allows only the main thread to change handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in process.STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _arrived(self, number: int, _frame: object) -> None:
+        now, repeated = time.monotonic(), self.requested
+        if not repeated:
+            self.requested, self._name, self._first = True, signal.Signals(number).name, now
+        elif now - self._first <= SAME_REQUEST_SECONDS:
+            return  # `finally` and `except` blocks of the first signal may be running
+        if not self._deferred:
+            self._end()
+        if repeated and number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def _end(self) -> NoReturn:
+        raise StoppedBySignal(
+            f"Stopped by {self._name}; if another rank failed first, its message is above."
+        )
+
+
+@dataclass
+class Restart:
+    """What a rank needs to start again with a smaller micro-batch."""
+
+    values: dict  # the flags that change, by name
+    useful: Callable[[], bool]  # whether the micro-batch may be the cause of an error now
 
 
 class FailureMonitor:
     """Reports the first failure of a run, and ends this process."""
 
-    def __init__(self, launch: Launch, console: Console, stop: StopSignal):
+    def __init__(self, launch: Launch, ranks: int, console: Console, stop: StopSignal):
         self.launch, self.console, self.stop = launch, console, stop
-        self.watchdog = Watchdog(launch, console, stop)
+        self.watchdog = Watchdog(launch.rank, ranks, console)
         self.temporary = TemporaryPaths()
         # Functions that record an error; each returns False if another rank has recorded one.
         self.on_failure: list[Callable[[UserError], bool]] = []
@@ -54,89 +122,69 @@ class FailureMonitor:
         self.remedies: Callable[[], list[str]] = list
         self.flushes: list[Callable[[], None]] = []  # write files that other programs read
         self.restart: Restart | None = None  # after memory ran out (--auto_micro_batch)
+        self._restarting = False
         self._ending = threading.Event()  # this process is exiting
         # Address space to report that no memory is left. It is never written to: it has no pages.
         self._reserve = mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
 
-    def watch(self, store: dist.Store | None, hang_seconds: int) -> None:
-        """Start the watchdog, which ends this process when another rank has failed.
-
-        Args:
-            store, hang_seconds: see `Watchdog.start`.
-        """
-        self.watchdog.start(store, hang_seconds)
-        exchange = self.watchdog.exchange_until
-        threading.Thread(target=exchange, args=(self._ending,), daemon=True).start()
-        if store is not None:
-            threading.Thread(target=self._watch, daemon=True).start()
-
     @property
-    def store(self) -> dist.Store | None:
-        """The store with the first error; None with a single process."""
+    def store(self) -> dist.Store:
+        """The store with the states of the ranks and the first error."""
         return self.watchdog.store
+
+    def watch(self, store: dist.Store, hang_seconds: int) -> None:
+        """Start the watchdog (see `Watchdog.start`), and handle stop signals."""
+        self.stop.install()
+        self.watchdog.start(store, hang_seconds)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         """End the process when another rank has failed: the main thread may wait for it."""
         found, error = False, None
-        while not (found or self._ending.wait(ROUND_SECONDS)):
+        while not (found or error):
+            if self._ending.wait(ROUND_SECONDS):
+                return
             try:
                 found = self.watchdog.look()
             except Exception as problem:
-                found, error = True, problem
-        self._restart_if_agreed()
+                error = problem
+        if self.restart and self._first_failure().startswith(RESTART):
+            self._replace_program(self.restart.values)
         # The main thread may have a more precise error, or the run may have completed.
         if self._ending.wait(GRACE_SECONDS):
             return
         if error is not None:
-            self.end_failed(error, with_stacks=True)
+            self.end_failed(error)
         self._exit_at_latest(EXIT_FAILED)
         self._leave(EXIT_FAILED)
 
-    def _exit_at_latest(self, code: int, line: str = "") -> None:
-        """Exit after END_SECONDS, also if a thread blocks on a hung disk or a stopped terminal.
+    # ----------------------------------------------------------------------- the end of this rank
 
-        Args:
-            line: is printed then, unless the error was reported.
-        """
-
-        def give_up() -> None:
-            if line and not self._ending.is_set():
-                os.write(2, f"{line}\n".encode())
-            os._exit(code)
-
-        with contextlib.suppress(RuntimeError, MemoryError):  # this host cannot start a thread
-            timer = threading.Timer(END_SECONDS, give_up)
-            timer.daemon = True
-            timer.start()
-
-    def end_failed(self, error: BaseException, with_stacks: bool = False) -> NoReturn:
+    def end_failed(self, error: BaseException) -> NoReturn:
         """Record and report an error, and exit with its exit code.
 
         results.json is written first, by this thread, which needs no other thread and little
         memory. Only the rank that fails first reports: the errors of the others are consequences.
-
-        Args:
-            with_stacks: add a hang report.
         """
         self._reserve.close()
         shown = explain(error)
-        self._restart_if_agreed(shown, error)
+        if isinstance(shown, OutOfMemory):
+            free_variables(error)  # the activations
+        if self._restarts(shown):
+            threading.Event().wait()  # for the watchdog's thread to replace the program
         self.stop.ignore()
         line = f"❌ {shown}{self._rank_label}"
         self._exit_at_latest(shown.exit_code, line)
         try:
-            reports = self._record(shown, error) and self._is_first(str(shown))
+            own = f"{self.launch.rank} {threading.get_ident()} {shown}"
+            reports = self._record(shown) and self._agree_on_first(own)
             self._ending.set()
             if reports:
                 if self.console.verbose:
                     print_traceback(error)
                 progress.write(line, sys.stderr)
-                for fact in self._about_memory(shown) if isinstance(shown, OutOfMemory) else ():
+                for fact in self._about_memory() if isinstance(shown, OutOfMemory) else ():
                     progress.write(f"   {fact}", sys.stderr)
-                if with_stacks:
-                    self.watchdog.dump(str(shown))
-                    with contextlib.suppress(*NO_ANSWER):
-                        in_time(lambda: self.watchdog.write_table(str(shown)))
             # The other ranks must read the error in the store, which this process may host.
             if self.launch.is_main and self.launch.world_size > 1:
                 time.sleep(2 * ROUND_SECONDS)
@@ -175,93 +223,108 @@ class FailureMonitor:
         self.temporary.clean_up()
         exit_now(code)  # not sys.exit: the destructor of a communicator with a lost peer can hang
 
+    def _exit_at_latest(self, code: int, line: str = "") -> None:
+        """Exit after END_SECONDS, also if a thread blocks on a hung disk, terminal or store.
+
+        Args:
+            line: is printed then, unless the error was reported.
+        """
+
+        def give_up() -> None:
+            if line and not self._ending.is_set():
+                os.write(2, f"{line}\n".encode())
+            os._exit(code)
+
+        with contextlib.suppress(RuntimeError, MemoryError):  # this host cannot start a thread
+            timer = threading.Timer(END_SECONDS, give_up)
+            timer.daemon = True
+            timer.start()
+
     @property
     def _rank_label(self) -> str:
         place = f" [rank {self.launch.rank} on {socket.gethostname()}]"
         return place if self.launch.world_size > 1 else ""
 
-    def _record(self, shown: UserError, error: BaseException) -> bool:
-        """Call the functions in `on_failure`; return False if another rank has recorded one."""
-        try:
-            return all(record(shown) for record in self.on_failure)
-        except MemoryError:
-            free_variables(error)
-        except OSError:  # the disk is full: an incomplete checkpoint may fill it
-            self.temporary.clean_up()
+    # ------------------------------------------------------------------------- the first failure
+
+    def _record(self, shown: UserError) -> bool:
+        """Write the error to results.json; return False if another rank has recorded one."""
         try:
             return all(record(shown) for record in self.on_failure)
         except (MemoryError, OSError) as problem:
             progress.write(f"ℹ️  results.json cannot be written: {problem!r}", sys.stderr)
             return True
 
-    def _is_first(self, text: str) -> bool:
+    def _agree_on_first(self, own: str) -> bool:
         """Write an error into the store; return whether it is the first, as without a store."""
-        own = f"{self.launch.rank} {threading.get_ident()} {text[:LONGEST_MESSAGE]}"
-        own = own.encode(errors="replace").decode()
-        return self._first_entry(own) == own
+        own = own[:LONGEST_MESSAGE].encode(errors="replace").decode()
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            return self.store.compare_set("failure", "", own).decode() == own
+        return True
 
-    def _first_entry(self, own: str) -> str:
-        """Return the first error in the store, which is `own` if there was none."""
-        store = self.store
-        with contextlib.suppress(*NO_ANSWER):
-            if store is not None:
-                return in_time(lambda: store.compare_set("failure", "", own)).decode()
-        return own
+    def _first_failure(self) -> str:
+        """Return the entry of the first failure, or "" if there is none."""
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            if self.store.check(["failure"]):
+                return self.store.get("failure").decode()
+        return ""
 
-    def _restart_if_agreed(
-        self, shown: UserError | None = None, error: BaseException | None = None
-    ) -> None:
-        """Start again if memory ran out and that may help, or if another rank has decided so."""
-        restart, store = self.restart, self.store
-        if restart is None:
-            return
-        if restart.started:  # by another thread; this one must not end the process
-            restart.execute(None)
-        own, entry = f"{REQUEST} of rank {self.launch.rank}", ""
-        out_of_memory = isinstance(shown, OutOfMemory) and not is_of_host(shown)
-        if out_of_memory and restart.useful() and not self.stop.requested:
-            free_variables(error)  # the activations
-            entry = self._first_entry(own)
-        elif store is not None:
-            with contextlib.suppress(*NO_ANSWER):
-                if in_time(lambda: store.check(["failure"])):
-                    entry = in_time(lambda: store.get("failure")).decode()
-        if entry.startswith(REQUEST):
-            if entry == own:
-                self.console.print(f"ℹ️  {shown} {restart.announcement}{self._rank_label}")
-            self.watchdog.close()
-            self.temporary.clean_up()
-            restart.execute(store)
-
-    def _about_memory(self, shown: OutOfMemory) -> list[str]:
+    def _about_memory(self) -> list[str]:
         """Return lines on what used the memory that ran out, and on what would fit."""
-        lines, remedies = [HOST_IS_FULL] if is_of_host(shown) else [], []
+        lines, remedies = [], []
         for describe in self.memory_facts:
             with contextlib.suppress(Exception):  # there may be too little memory left
                 lines += describe()
-        if not is_of_host(shown):
-            with contextlib.suppress(Exception):  # an architecture that the planner does not know
-                remedies = self.remedies()
+        with contextlib.suppress(Exception):  # an architecture that the planner does not know
+            remedies = self.remedies()
         return lines + (remedies or [LESS_MEMORY])
 
+    # ------------------------------------------------------------------------------- the restart
 
-def in_time(call: Callable[[], Any]) -> Any:
-    """Return the result of a call to the store, which may block.
+    def _restarts(self, shown: UserError) -> bool:
+        """Return whether all ranks restart: memory ran out and that may help, here or elsewhere."""
+        if self.restart is None:
+            return False
+        # On a GPU a smaller micro-batch does not help if the host's memory ran out.
+        out_of_memory = isinstance(shown, OutOfMemory) and not (
+            shown.on_host and torch.cuda.is_available()
+        )
+        helps = out_of_memory and self.restart.useful() and not self.stop.requested
+        if helps and self._agree_on_first(f"{RESTART} of rank {self.launch.rank}"):
+            flags = [f"--{name} {value}" for name, value in self.restart.values.items()]
+            again = f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
+            self.console.print(f"ℹ️  {shown} {again}{self._rank_label}")
+        return self._restarting or self._first_failure().startswith(RESTART)
 
-    Raises:
-        TimeoutError: (that of concurrent.futures) the call took longer than STORE_SECONDS.
-        RuntimeError: the store has ended, or no thread can be started.
-    """
-    return concurrent.futures.ThreadPoolExecutor(1).submit(call).result(STORE_SECONDS)
+    def _replace_program(self, values: dict) -> NoReturn:
+        """Replace this program by one with other values of some flags, as all ranks do."""
+        self._restarting = True
+        self.watchdog.close()
+        self.temporary.clean_up()
+        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
+            self._wait_for_ranks()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for name in os.listdir("/dev/fd"):  # sockets of libraries, which keep ports in use
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(name), int(name) < 3)
+        if process.CORES is not None:  # OpenMP may have bound this thread to one core
+            os.sched_setaffinity(0, process.CORES)
+        environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(values)}
+        os.execve(sys.executable, process.COMMAND, environment)
 
-
-def is_of_host(error: OutOfMemory) -> bool:
-    """Return whether the host has no memory left, and not the GPU."""
-    return error.on_host and torch.cuda.is_available()
+    def _wait_for_ranks(self) -> None:
+        """Wait until all ranks are ready; if rank 0 hosts the store, it leaves first."""
+        deadline = time.monotonic() + READY_SECONDS
+        ready = self.store.add("restart/ready", 1)
+        leaves_first = self.launch.is_main or agent_hosts_store()
+        while not leaves_first or (ready < self.launch.world_size and time.monotonic() < deadline):
+            time.sleep(0.1)
+            ready = self.store.add("restart/ready", 0)
 
 
 def free_variables(error: BaseException | None) -> None:
-    """Free the local variables in the traceback of an error and of its causes (activations)."""
+    """Free the local variables in the traceback of an error and of its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -5,6 +5,7 @@ Imports nothing heavy, so that wrong arguments are reported within a fraction of
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,11 +15,17 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from support import process
+from support.cli.arguments import Arguments
 from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain
 from support.redaction import print_traceback
+
+# A variable that only this launcher sets.
+LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,6 @@ class Launch:
         return self.local_rank == 0
 
 
-# A variable that only this launcher sets.
-LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
-START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
-
-
 def detect_launch() -> Launch:
     """Read the launcher's environment variables, and set those that torch and DeepSpeed read.
 
@@ -61,14 +63,11 @@ def detect_launch() -> Launch:
             cannot be expanded.
     """
     env = os.environ
-    # The shell of a batch script also has SLURM_PROCID, but is not a job step: `python` in it is a
-    # single process.
+    # The shell of a batch script also has SLURM_PROCID, but is no job step.
     in_step = "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env)
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
-            launch = _from_rank_variables(env)
-            if in_step:
-                _check_tasks(env, launch)
+            launch = _from_rank_variables(env, _tasks(env) if in_step else 1)
         elif in_step:
             launch = _from_slurm(env)
         else:
@@ -78,21 +77,19 @@ def detect_launch() -> Launch:
             f"The launcher's environment is incomplete: {error}. "
             "Start with python, torchrun or srun."
         ) from error
-    for prefix, rank, size in (
-        ("", launch.rank, launch.world_size),
-        ("LOCAL_", launch.local_rank, launch.local_world_size),
-    ):
-        if not 0 <= rank < size:
-            raise UserError(
-                f"{prefix}RANK={rank} does not fit {prefix}WORLD_SIZE={size}: "
-                "unset both or use torchrun."
-            )
-        env.update({f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(size)})
-    if not 0 < launch.master_port < 65536:
+    if not (launch.rank < launch.world_size and launch.local_rank < launch.local_world_size):
         raise UserError(
-            f"MASTER_PORT={launch.master_port} is not a port: unset it, or use 1024 to 65535."
+            f"RANK={launch.rank} or LOCAL_RANK={launch.local_rank} does not fit "
+            f"WORLD_SIZE={launch.world_size}: unset all of them, or use torchrun."
         )
-    env.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
+    env.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(launch.local_rank),
+        LOCAL_WORLD_SIZE=str(launch.local_world_size),
+        MASTER_ADDR=launch.master_addr,
+        MASTER_PORT=str(launch.master_port),
+    )
     return launch
 
 
@@ -112,15 +109,22 @@ def simulated(launch: Launch, world_size: int) -> Launch:
     return replace(launch, launcher="simulated", world_size=world_size, local_world_size=world_size)
 
 
-def _from_rank_variables(env: Mapping[str, str]) -> Launch:
+def _from_rank_variables(env: Mapping[str, str], tasks: int) -> Launch:
+    """Read the variables of torchrun and deepspeed; `tasks` is the number of tasks of srun."""
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    # LOCAL_SIZE and CROSS_RANK are set by the deepspeed launcher.
-    local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)
-    if local_world < 1:
-        raise ValueError(f"WORLD_SIZE={world}, of which {local_world} are on this node")
+    # LOCAL_SIZE, CROSS_RANK and CROSS_SIZE are set by the deepspeed launcher.
+    local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world) or 1
     local_rank = int(env.get("LOCAL_RANK") or rank % local_world)
     node = int(env.get("GROUP_RANK") or env.get("CROSS_RANK") or rank // local_world)
+    nodes = int(env.get("GROUP_WORLD_SIZE") or env.get("CROSS_SIZE") or world)
     launcher = next((name for name, mark in LAUNCHER_MARKS.items() if mark in env), "python")
+    if world < tasks or (nodes < tasks and launcher != "python"):
+        raise UserError(
+            f"Each of the {tasks} tasks of srun starts a separate run of {world} ranks "
+            f"({launcher}): use `srun python real_model_example.py …` with one task per GPU and "
+            "without RANK and WORLD_SIZE, or one torchrun per node (srun --ntasks-per-node=1 "
+            f"torchrun --nnodes={tasks} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT …)."
+        )
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500))
     return Launch(launcher, rank, local_rank, world, local_world, node, address, port)
 
@@ -130,42 +134,17 @@ def _tasks(env: Mapping[str, str]) -> int:
     return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
 
 
-def _check_tasks(env: Mapping[str, str], launch: Launch) -> None:
-    """Check that the tasks of a Slurm step are one run, and not one run per task."""
-    tasks = _tasks(env)
-    nodes = int(env.get("GROUP_WORLD_SIZE") or env.get("CROSS_SIZE") or launch.world_size)
-    if min(nodes, launch.world_size) < tasks and launch.launcher != "python":
-        raise UserError(
-            f"srun started {tasks} tasks, and {launch.launcher} in each of them starts a separate "
-            "run: use `srun python real_model_example.py …` with one task per GPU, or one torchrun "
-            f"per node (srun --ntasks-per-node=1 torchrun --nnodes={tasks} --nproc_per_node=N "
-            "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT …)."
-        )
-    if launch.world_size < tasks:
-        raise UserError(
-            f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set in each of the {tasks} "
-            "tasks of srun, so several tasks have the same rank: unset RANK WORLD_SIZE LOCAL_RANK "
-            "before `srun python real_model_example.py …`, which reads Slurm's numbers."
-        )
-
-
 def _from_slurm(env: Mapping[str, str]) -> Launch:
     rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
     node = int(env.get("SLURM_NODEID", 0))
     # The tasks on each node of the step, for example "3,1" or "4(x2),1".
-    per_node: list[int] = []
-    listed = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
-        per_node += [int(tasks)] * min(int(times or 1), node + 1)
-    local_world = per_node[node] if node < len(per_node) else world
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", str(world)))
+    per_node = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
     # Every rank must compute the same port. Jobs on the same node rarely get the same one.
     number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
     port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
-    address = env.get("MASTER_ADDR") or ""
-    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
-    if not address or re.search(r"[\[\],\s]", address) or (is_loopback and local_world < world):
-        address = _first_slurm_host(env)
-    return Launch("srun", rank, local_rank, world, local_world, node, address, port)
+    address = env.get("MASTER_ADDR") or _first_slurm_host(env)
+    return Launch("srun", rank, local_rank, world, per_node[node], node, address, port)
 
 
 def _first_slurm_host(env: Mapping[str, str]) -> str:
@@ -178,13 +157,12 @@ def _first_slurm_host(env: Mapping[str, str]) -> str:
         return nodes
     command = ["scontrol", "show", "hostnames", nodes]
     try:
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
             f"Cannot expand Slurm's node list {nodes} with scontrol: "
             "export MASTER_ADDR=<first node>."
         ) from error
-    return hosts.stdout.split()[0]
 
 
 def free_port() -> int:
@@ -194,21 +172,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) -> NoReturn:
+def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     """Report an error raised before the ranks can communicate, and exit with its exit code.
 
     Usually every rank raises such an error, and the message of rank 0 is enough: the others wait
     before they print, and the launcher ends them meanwhile.
-
-    Args:
-        linger: seconds that rank 0 waits at the end, because it may host the store.
     """
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0  # RANK may be the invalid value
     place, user_error = "", explain(error)
-    if rank != 0:
+    if text != "0":
         time.sleep(START_SKEW_SECONDS)
-        place = f" [rank {rank} on {socket.gethostname()}]"
+        place = f" [rank {text} on {socket.gethostname()}]"
     if verbose:
         print_traceback(error)
     # A launcher that ends this rank from here on must not cause a second message.
@@ -217,5 +191,33 @@ def exit_before_start(error: BaseException, verbose: bool, linger: float = 0) ->
     print(f"❌ {user_error}{place}", file=sys.stderr, flush=True)
     if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
-    time.sleep(linger if rank == 0 else 0)
     os._exit(user_error.exit_code)
+
+
+# ------------------------------------------------------- a restart with a smaller micro-batch
+
+
+def restart_values(args: Arguments, folder: Path) -> dict | None:
+    """Return the flags of a restart with half the micro-batch and the same global batch.
+
+    None without --auto_micro_batch, and if the micro-batch is a single sequence.
+    """
+    if not args.auto_micro_batch or args.batch_size == 1:
+        return None
+    total = args.batch_size * args.gradient_accumulation_steps
+    # Half, or the next smaller size of which the global batch is a multiple.
+    size = next(size for size in range(args.batch_size // 2, 0, -1) if total % size == 0)
+    steps = total // size
+    return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
+
+
+def continue_restarted(args: Arguments) -> Arguments:
+    """Return the arguments with `restart_values`, if this program is a restart."""
+    if process.RESTARTED not in os.environ:
+        return args
+    values, config = json.loads(os.environ[process.RESTARTED]), args.ds_config_dict
+    if config is not None:
+        micro, steps = values["batch_size"], values["gradient_accumulation_steps"]
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        config = {**config, **sizes}
+    return args.replace(**values, ds_config_dict=config)

@@ -1,48 +1,18 @@
 """Configurations and scripts that scripts/distributed_setup.py writes.
 
-Each file contains the command that wrote it and a digest of its own text, so that a later command
-can detect whether it was edited. Scripts have both as comments, JSON files as keys.
+Each file contains the command that wrote it: scripts as a comment, JSON files as a key.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import re
 import shlex
 from pathlib import Path
 
 from support import PROJECT
 from support.cluster import slurm
 from support.errors import UserError
-from support.files.user_files import read_text
-
-NO_DIGEST = "sha256:" + 64 * "0"
-DIGEST_LINE = re.compile(r'^(# |  "_digest": ")sha256:[0-9a-f]{64}', re.MULTILINE)
-DIGEST_OF_SCRIPTS = (
-    f"# {NO_DIGEST}\n"
-    "# is this file's digest. The generator replaces the file only if it was not edited."
-)
-
-
-def with_digest(text: str) -> str:
-    """Return `text` with its SHA-256 digest in place of NO_DIGEST."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return DIGEST_LINE.sub(rf"\g<1>sha256:{digest}", text, count=1)
-
-
-def is_unedited(path: Path) -> bool:
-    """Return whether a file has a digest and is unchanged since this generator wrote it."""
-    text = path.read_bytes().decode(errors="replace")  # keeps line ends, which are text too
-    without = DIGEST_LINE.sub(rf"\g<1>{NO_DIGEST}", text, count=1)
-    return without != text and with_digest(without) == text
-
-
-def as_json(config: dict, made_by: str) -> str:
-    """Return a configuration as JSON text, with the command that made it and room for a digest."""
-    config = {"_made_by": made_by, "_digest": NO_DIGEST, **config}
-    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
 def deepspeed_config(args: argparse.Namespace, made_by: str) -> str:
@@ -71,12 +41,13 @@ def deepspeed_config(args: argparse.Namespace, made_by: str) -> str:
         config["aio"] = {**aio, "single_submit": False, "overlap_events": True}
         if args.offload_param:
             zero["offload_param"] |= {"buffer_count": 5, "buffer_size": "auto", "max_in_cpu": 0}
-    return as_json(config, made_by)
+    return json.dumps({"_made_by": made_by, **config}, indent=2) + "\n"
 
 
 def fsdp_config(args: argparse.Namespace, made_by: str) -> str:
     """Return an FSDP configuration with the keys that accelerate and transformers also read."""
     config = {
+        "_made_by": made_by,
         "fsdp_sharding_strategy": args.sharding_strategy,
         "fsdp_mixed_precision": args.mixed_precision,
         "fsdp_offload_params": args.offload_params,
@@ -89,74 +60,35 @@ def fsdp_config(args: argparse.Namespace, made_by: str) -> str:
     }
     if args.layer_class:
         config["fsdp_transformer_layer_cls_to_wrap"] = [args.layer_class]
-    return as_json(config, made_by)
-
-
-def read_hosts(path: str | None) -> tuple[list[str], int | None]:
-    """Read a file of host names, one per line, or of lines "node1 slots=4"; # starts a comment.
-
-    Returns:
-        The host names, and the number of slots (ranks) per host if the file gives it.
-    Raises:
-        UserError: the file cannot be read, a line is not a host, or the numbers of slots differ.
-    """
-    if path is None:
-        return [], None
-    lines = [line.split("#")[0].strip() for line in read_text("--hosts", path).splitlines()]
-    hosts, slots = [], set()
-    for line in filter(None, lines):
-        found = re.fullmatch(r"([\w.:%@\[\]][\w.:%@\[\]-]*)(?:\s+slots=([1-9]\d{0,3}))?", line)
-        if not found or found[1] in hosts:
-            raise UserError(f"--hosts {path}: {line!r} is not `HOST` or `HOST slots=N`, or twice.")
-        hosts.append(found[1])
-        slots |= {int(found[2])} if found[2] else set()
-    if not hosts or len(slots) > 1:
-        raise UserError(f"--hosts {path}: name hosts that all have the same number of slots.")
-    return hosts, slots.pop() if slots else None
+    return json.dumps(config, indent=2) + "\n"
 
 
 def launch_script(args: argparse.Namespace, made_by: str) -> str:
-    """Return a script to run on each machine, or with --hosts one that starts all over ssh."""
-    hosts, slots = read_hosts(args.hosts)
-    gpus = args.num_gpus_per_node
-    if hosts and args.num_nodes not in (1, len(hosts)):
-        raise UserError(f"--num_nodes {args.num_nodes} contradicts --hosts: it names {len(hosts)}.")
-    if slots and gpus not in (None, slots):
-        raise UserError(f"--num_gpus_per_node {gpus} contradicts slots={slots} in {args.hosts}.")
-    nodes = len(hosts) or args.num_nodes
-    if not 0 <= args.node_rank < nodes:
-        raise UserError(f"--node_rank {args.node_rank} is not in 0 to {nodes - 1}.")
-    own_address = args.master_addr == "127.0.0.1"
-    if nodes > 1 and not hosts and own_address:
+    """Return a script to run on each machine."""
+    if args.num_nodes > 1 and args.master_addr == "127.0.0.1":
         raise UserError(
             "--num_nodes above 1 needs --master_addr, "
-            "the address at which the other nodes reach the first one; or --hosts."
+            "the address at which the other nodes reach the first one."
         )
-    # The first host, unless the other hosts reach it under another address.
-    address = hosts[0].split("@")[-1] if hosts and own_address else args.master_addr
     return slurm.fill(
         "launch",
         made_by=made_by,
-        digest=DIGEST_OF_SCRIPTS,
         project=shlex.quote(str(PROJECT)),
         activate=slurm.ACTIVATE,
-        config=config_path(args.config),
-        deepspeed=args.use_deepspeed and nodes == 1,
-        nodes=nodes,
-        ranks=slots or gpus or 1,
+        config=shlex.quote(str(Path(args.config).absolute())),
+        deepspeed=args.use_deepspeed and args.num_nodes == 1,
+        nodes=args.num_nodes,
+        ranks=args.num_gpus_per_node,
         node_rank=args.node_rank,
-        master_addr=shlex.quote(address),
+        master_addr=shlex.quote(args.master_addr),
         master_port=args.master_port,
-        hosts=" ".join(map(shlex.quote, hosts)),
     )
 
 
 def slurm_job(args: argparse.Namespace, made_by: str) -> str:
     """Return a batch script for Slurm."""
-    if args.signal_seconds and not args.requeue:
-        raise UserError("--signal_seconds needs --requeue.")
     slurm.seconds_of(args.time_limit)
-    gpus = args.num_gpus_per_node or 1
+    gpus = args.num_gpus_per_node
     named = {"partition": args.partition, "account": args.account}
     values: dict[str, object] = {
         "nodes": args.num_nodes,
@@ -165,30 +97,21 @@ def slurm_job(args: argparse.Namespace, made_by: str) -> str:
         "time": args.time_limit,
         "project": shlex.quote(str(PROJECT)),
         "sbatch": [f"#SBATCH --{flag}={name}" for flag, name in named.items() if name],
-        "signal_seconds": args.signal_seconds or slurm.SIGNAL_SECONDS,
+        "signal_seconds": args.signal_seconds,
     }
-    arguments = f" --config {config_path(args.config)}"
+    kind = "torchrun"
+    if args.use_deepspeed and args.num_nodes == 1:
+        kind, values["launcher"] = "one_node", "deepspeed"
+    arguments = f" --config {shlex.quote(str(Path(args.config).absolute()))}"
     # torchrun kills its ranks 30 s after a signal, so a job that must save on a signal starts them
     # with srun.
-    kind = "deepspeed" if args.use_deepspeed and args.num_nodes == 1 else "torchrun"
     if args.requeue:
         kind, arguments = "requeue", f"{arguments} --resume"
         values |= {"tasks": gpus, "cpus": 2}
-    if modules := re.findall("[^ ,]+", args.modules or ""):
-        values["modules"] = f"module load {shlex.join(modules)}"
+    if args.modules:
+        values["modules"] = f"module load {shlex.join(args.modules.replace(',', ' ').split())}"
     if args.venv:
         activate = Path(args.venv).expanduser().absolute() / "bin" / "activate"
         values["activate"] = f"source {shlex.quote(str(activate))}"
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
-    text = slurm.batch_script(kind, about, arguments, **values)
-    return text.replace("\n", f"\n{DIGEST_OF_SCRIPTS}\n", 1)  # below the first line
-
-
-def config_path(path: str) -> str:
-    """Return the absolute path of the run file, quoted for a shell.
-
-    The file must exist, so that a wrong path is reported now and not after the job was queued.
-    """
-    if not Path(path).is_file():
-        raise UserError(f"--config {path}: no such file.")
-    return shlex.quote(str(Path(path).absolute()))
+    return slurm.batch_script(kind, about, arguments, **values)

@@ -21,6 +21,33 @@ ACTIVATE = (
     "if [[ -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -d $project/.venv ]]; "
     'then export PATH="$project/.venv/bin:$PATH"; fi'
 )
+DEFAULTS = {
+    **{"name": "train", "nodes": 1, "tasks": 1, "gpus": 4, "cpus": 8, "time": "02:00:00"},
+    **{"project": "", "modules": "", "activate": ACTIVATE, "sbatch": SITE_LINES},
+    **{"signal_seconds": SIGNAL_SECONDS, "launcher": "torchrun"},
+}
+PER_GPU = {"nodes": 2, "tasks": 4, "cpus": 2}
+# (file, kind, what it is for, values other than DEFAULTS); see `batch_script`.
+EXAMPLES: tuple[tuple[str, str, str, dict], ...] = (
+    ("train_single_node", "one_node", "One node: torchrun starts one rank per GPU.", {}),
+    (
+        *("train_multi_node", "torchrun"),
+        "Several nodes: torchrun, once on each node, starts one rank per GPU.",
+        {"nodes": 2},
+    ),
+    ("train_srun", "srun", "One Slurm task per GPU, without a launcher.", PER_GPU),
+    (
+        *("train_requeue", "requeue"),
+        "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
+        "requeued and resumed.",
+        {**PER_GPU, "arguments": " --resume"},
+    ),
+    (
+        *("compare", "compare"),
+        "Compare all strategies on one node; tables and figure are written to the folder of sbatch.",
+        {"name": "compare"},
+    ),
+)
 
 
 def fill(template: str, **values: object) -> str:
@@ -43,48 +70,28 @@ def batch_script(kind: str, about: str, arguments: str = "", **values: object) -
 
     Args:
         kind: what starts the ranks: "one_node" (torchrun or deepspeed), "torchrun", "srun",
-            "requeue" (srun), "deepspeed", or "compare" (all strategies).
+            "requeue" (srun), or "compare" (all strategies).
         about: the first comment lines of the file, with the command that submits it.
         arguments: arguments of the training script, before those of the job; empty, or starting
             with a space.
-        values: other values than the defaults below. `cpus` is the number of cores per task,
-            `tasks` the number of tasks per node: 1 if a launcher starts the ranks, otherwise one
-            per GPU. `project`, `modules` and `activate` are shell text; `sbatch` further lines.
+        values: other values than DEFAULTS. `cpus` is the number of cores per task, `tasks` the
+            number of tasks per node: 1 if a launcher starts the ranks, otherwise one per GPU.
+            `project`, `modules` and `activate` are shell text; `sbatch` further lines.
     """
-    defaults = {
-        **{"name": "train", "nodes": 1, "tasks": 1, "gpus": 4, "cpus": 8, "time": "02:00:00"},
-        **{"project": "", "modules": "", "activate": ACTIVATE, "sbatch": SITE_LINES},
-        "signal_seconds": SIGNAL_SECONDS,
-    }
     comment = "\n".join(f"# {line}".rstrip() for line in about.splitlines())
     script = f'"$project/real_model_example.py" --output_dir "$output"{arguments} "$@"'
     fixed = {"kind": kind, "about": comment, "arguments": arguments, "script": script}
-    return fill("slurm", **{**defaults, **values, **fixed})
-
-
-def output_dir(argv: list[str]) -> str:
-    """Return --output_dir from a job's arguments or from the run file that they name, otherwise "".
-
-    Invalid arguments also give "": the training script reports the error itself.
-    """
-    from support.cli.parse import output_dir_of
-
-    try:
-        return output_dir_of(argv)
-    except UserError:
-        return ""
+    return fill("slurm", **{**DEFAULTS, **values, **fixed})
 
 
 def seconds_of(time_limit: str) -> int:
-    """Return the seconds of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+    """Return the seconds of a time limit, HH:MM:SS or D-HH:MM:SS.
 
     Raises:
         UserError: it has another form, or is 0, which means no limit.
     """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit, re.ASCII)
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", time_limit, re.ASCII)
     parts = [int(part or 0) for part in found.groups()] if found else [0]
-    if found and found[1] is None and found[4] is None:  # minutes and seconds
-        parts = [0, 0, *parts[1:3]]
     seconds = sum(part * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
     if seconds == 0:
         raise UserError(f"--time_limit {time_limit}: write it as HH:MM:SS or D-HH:MM:SS, above 0.")
@@ -93,24 +100,8 @@ def seconds_of(time_limit: str) -> int:
 
 def examples() -> dict[str, str]:
     """Return the example batch scripts of the folder slurm/ as {file name: text}."""
-    per_gpu = {"nodes": 2, "tasks": 4, "cpus": 2}
-    several = "Several nodes: torchrun, once on each node, starts one rank per GPU."
-    requeue = (
-        "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
-        "requeued and resumed."
-    )
-    compare = (
-        "Compare all strategies on one node; tables and figure are written to the folder of sbatch."
-    )
-    rows: list[tuple[str, str, str, dict]] = [
-        ("train_single_node", "one_node", "One node: torchrun starts one rank per GPU.", {}),
-        ("train_multi_node", "torchrun", several, {"nodes": 2}),
-        ("train_srun", "srun", "One Slurm task per GPU, without a launcher.", per_gpu),
-        ("train_requeue", "requeue", requeue, {**per_gpu, "arguments": " --resume"}),
-        ("compare", "compare", compare, {"name": "compare"}),
-    ]
     texts = {}
-    for name, kind, summary, values in rows:
+    for name, kind, summary, values in EXAMPLES:
         script, more = "real_model_example.py", "--model gpt2 --strategy zero2"
         if kind == "compare":
             script, more = "compare_strategies.sh", "gpt2-medium --batch_size 2"

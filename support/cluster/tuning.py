@@ -1,6 +1,6 @@
-"""Settings of this process that libraries read when they are imported: threads, allocators, logs.
+"""Settings of this process: threads, allocators, logs, its GPU, and the precision.
 
-Imports nothing heavy, because torch reads some of them on import.
+Imports nothing heavy, because torch reads some of the settings on import.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.cluster.launch import Launch
+from support.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from support.cli.arguments import Arguments
 
 
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's <malloc.h>
 # Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
 # not read it (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -56,9 +58,9 @@ def tune_process(args: Arguments, launch: Launch) -> None:
         # tensors of many sizes: segments of fixed sizes that fit no new tensor stay reserved.
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     prefer_own_ninja()
-    if args.deterministic:
-        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
     defaults = {"TOKENIZERS_PARALLELISM": "true", "KINETO_LOG_LEVEL": "99"}  # logs start and end
+    if args.deterministic:
+        defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it
     if not args.verbose:
         warnings.simplefilter("ignore")
         # torch's message about nvcc on a machine without a GPU; bitsandbytes, which peft imports.
@@ -95,10 +97,10 @@ def available_cores() -> int:
 def return_freed_memory() -> None:
     """Return each large tensor to the kernel as soon as it is freed; used while a model loads.
 
-    By default glibc raises its mmap threshold when the first large tensor is freed. The parameters
-    that ZeRO-3 holds temporarily while it shards would then remain in the process's memory.
+    By default glibc raises this threshold when the first large tensor is freed. The parameters that
+    ZeRO-3 holds while it shards would then remain in the process's memory.
     """
-    _mallopt(mmap_threshold=1 << 20)
+    _mallopt({M_MMAP_THRESHOLD: 1 << 20})
 
 
 def keep_freed_memory(device: torch.device) -> None:
@@ -109,13 +111,72 @@ def keep_freed_memory(device: torch.device) -> None:
     heap.
     """
     if device.type == "cpu":
-        _mallopt(mmap_threshold=8 << 20, trim_threshold=(1 << 31) - 1, top_pad=64 << 20)
+        _mallopt({M_MMAP_THRESHOLD: 8 << 20, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
 
 
-def _mallopt(**settings: int) -> None:
+def _mallopt(settings: dict[int, int]) -> None:
     """Call glibc's mallopt(3); other C libraries keep their defaults."""
-    numbers = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # from <malloc.h>
     with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for name, value in settings.items():
-            mallopt(numbers[name], value)
+        for number, value in settings.items():
+            ctypes.CDLL(None).mallopt(number, value)
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """Return this rank's GPU, and make it the current device; without GPUs the CPU.
+
+    Sets the environment variables that tell DeepSpeed the same.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return torch.device("cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda")
+    visible, index = torch.cuda.device_count(), launch.local_rank
+    # Slurm may show each task its own GPUs (--gpus-per-task, --gpu-bind).
+    own_gpus = launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ)
+    if own_gpus or launch.launcher == "simulated":
+        index = 0
+    elif launch.local_world_size > visible:
+        raise UserError(
+            f"{launch.local_world_size} ranks were started on this node, but only {visible} "
+            f"GPU(s) are visible: start {visible} (--nproc_per_node, --num_gpus), "
+            "or check CUDA_VISIBLE_DEVICES."
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses it as the GPU's index
+    return device
+
+
+def choose_precision(requested: str, device: torch.device) -> str:
+    """Return the precision of --precision on this device: "fp32", "bf16" or "fp16"."""
+    import torch
+
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        if requested == "bf16" and not has_bf16:
+            name = torch.cuda.get_device_name(device)
+            raise UserError(
+                f"--precision bf16 needs an Ampere GPU or newer, and this is a {name}: use fp16, "
+                "or fp32."
+            )
+        return ("bf16" if has_bf16 else "fp16") if requested == "auto" else requested
+    if requested == "fp16":
+        raise UserError("--precision fp16 needs a GPU: on a CPU use bf16, or fp32.")
+    return ("bf16" if cpu_computes_bf16() else "fp32") if requested == "auto" else requested
+
+
+def cpu_computes_bf16() -> bool:
+    """Return whether this CPU has bf16 instructions; without them bf16 is emulated and slow."""
+    flags = cpu_fact("flags").split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def cpu_fact(name: str) -> str:
+    """Return an entry of /proc/cpuinfo, such as "model name"; "" if there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""

@@ -25,8 +25,8 @@ from support.cli.arguments import Arguments
 from support.cli.flags import GROUPS
 from support.cli.fsdp_config import FsdpOptions
 from support.cli.run_file import as_yaml
+from support.cluster.failures import StopSignal
 from support.cluster.launch import free_port
-from support.cluster.stop_signal import StopSignal
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error

@@ -274,7 +274,7 @@ def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
     larger = entries > config.get_text_config().vocab_size
     # A single process of dp draws the weights while it loads: the file of GPT-2 124M takes 0.8 s to
     # write. Other engines shard while they read a file, and --merge_lora reads it again.
-    draws_weights = folder is None and not (larger or args.lora_r or ctx.failures.store)
+    draws_weights = folder is None and not (larger or args.lora_r or ctx.real_world_size > 1)
     draws_weights = draws_weights and STRATEGIES[args.strategy].engine == "ddp"
     if folder is None:
         torch.manual_seed(args.seed)

@@ -16,8 +16,7 @@ from support.checkpoints.format import list_checkpoints
 from support.cli.arguments import Arguments, global_batch
 from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
-from support.cluster.devices import cpu_fact
-from support.cluster.tuning import available_cores
+from support.cluster.tuning import available_cores, cpu_fact
 from support.errors import UserError
 from support.files.atomic import lock
 from support.files.user_files import create_folder

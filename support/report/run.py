@@ -16,7 +16,8 @@ import torch.distributed as dist
 from support.checkpoints.manager import CheckpointManager, saves_due
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.cluster.restart import Restart, restart_values
+from support.cluster.failures import Restart
+from support.cluster.launch import restart_values
 from support.cluster.tuning import keep_freed_memory
 from support.data.batches import total_steps
 from support.data.chat import Prompt, prompt_of
@@ -220,7 +221,7 @@ class Run:
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if values := restart_values(args, self.folder):
             useful = partial(self._smaller_batch_may_help, args, state)
-            ctx.failures.restart = Restart(ctx.launch, values, useful)
+            ctx.failures.restart = Restart(values, useful)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
         training = f"Training: steps {state.step + 1} to {state.total_steps}"

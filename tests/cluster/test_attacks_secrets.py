@@ -44,28 +44,3 @@ def test_no_secret_is_printed_before_the_start(script, tmp_path, args):
     run = script(*args, env={**SECRETS, "HF_HOME": tmp_path / "empty", "NO_PROXY": "*"}, ok=False)
     assert "canary" not in (run.out + run.err).lower()
     assert run.code == (0 if "--print_config" in args else 2), run.err
-
-
-@pytest.mark.attack
-@pytest.mark.soak
-@pytest.mark.parametrize("strategy", ["dp", "zero1"])
-def test_no_secret_in_any_file_of_a_run(script, tmp_path, strategy):
-    env = {
-        **SECRETS,
-        "HTTPS_PROXY": "http://me:canary@127.0.0.1:8",
-        "WANDB_MODE": "offline",
-        "HF_HOME": tmp_path / "home",
-    }
-    run = script(
-        *f"--strategy {strategy} --num_samples 8 --seq_length 32 --no_eval --save_every 1".split(),
-        *f"--report_to tensorboard,wandb --verbose --profile {tmp_path / 'trace'}".split(),
-        env=env,
-    )
-    files = [
-        path for folder in (run.folder, tmp_path) for path in folder.rglob("*") if path.is_file()
-    ]
-    assert {"README.md", "results.json", "manifest.json", "trace-rank0.json"} <= {
-        path.name for path in files
-    }
-    assert [path for path in files if b"canary" in path.read_bytes().lower()] == []
-    assert "canary" not in (run.out + run.err).lower()

@@ -95,9 +95,9 @@ def test_launcher_scripts_run(script, alone, run_file):
         (["deepspeed", "--bf16", "--fp16"], "--bf16 and --fp16"),
         (["deepspeed", "--zero_stage", "2", "--offload_param"], "--zero_stage 3"),
         (["deepspeed", "--zero_stag", "2"], "--zero_stag"),
-        (["launcher", "--config", "nothing.yaml"], "no such file"),
         (["launcher", "--config", "config.yaml", "--num_nodes", "2"], "--master_addr"),
         (["slurm", "--config", "config.yaml", "--time_limit", "soon"], "HH:MM:SS"),
+        (["launcher", "--config", "nothing.yaml"], "nothing.yaml"),
         (["fsdp", "--sharding_strategy", "HALF_SHARD"], "FULL_SHARD"),
     ],
 )

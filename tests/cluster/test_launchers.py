@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from conftest import STRATEGIES, finish, skip, start
+from conftest import STRATEGIES
 
 pytestmark = pytest.mark.slow
 
@@ -52,38 +52,9 @@ def test_every_strategy_under_every_launcher(script, request, launcher, ranks, s
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_strategy_precision_and_rank_count(script, strategy, precision, ranks):
-    script(
-        *WORK, "--strategy", strategy, "--precision", precision, launcher="torchrun", ranks=ranks
-    )
-
-
-@pytest.mark.soak
 def test_twenty_zero3_runs_end_with_exit_code_0(script):
     codes = [
         script(*WORK, "--strategy", "zero3", launcher="torchrun", ranks=2, ok=False).code
         for _ in range(20)
     ]
     assert codes == [0] * 20
-
-
-@pytest.mark.soak
-def test_a_batch_scripts_own_shell_is_one_process(slurm, tmp_path):
-    """In a batch script, outside srun, Slurm's variables speak of tasks that do not run."""
-    import sys
-
-    from conftest import SCRIPT
-
-    if not sys.platform.startswith("linux"):
-        skip("Slurm runs on Linux")
-    job = tmp_path / "job.sh"
-    job.write_text(
-        f"#!/bin/bash\n{sys.executable} {SCRIPT} {' '.join(WORK)} --output_dir {tmp_path}/out\n"
-    )
-    process = start(["sbatch", "--wait", "--ntasks=2", f"--output={tmp_path}/log", job])
-    finish(process, 120)
-    assert process.returncode == 0, (tmp_path / "log").read_text()
-    assert "✅ Training Complete!" in (tmp_path / "log").read_text()

@@ -102,22 +102,6 @@ def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_cable_that_is_pulled_ends_the_others(machines, tmp_path):
-    """Nothing closes the connections: only silence tells."""
-    processes = on_each(machines, *WORK, "--epochs", "4000", "--output_dir", tmp_path)
-    reached(processes["node1"], "Epoch 1")
-    machines.enter("node3", "ip", "link", "set", "eth0", "down")
-    try:
-        said = ends({name: processes[name] for name in ("node1", "node2")}, 90)
-    finally:
-        kill_machine("node3")
-        finish(processes["node3"], 30)
-        machines.enter("node3", "ip", "link", "set", "eth0", "up")
-    assert all(code != 0 for code, _ in said.values())
-    assert any("Rank 2 ended without reporting an error" in line for line in errors(said)), said
-
-
-@pytest.mark.soak
 def test_an_elastic_run_takes_a_machine_in_and_outlives_a_rank(machines, tmp_path):
     """Two machines, then three; then one of the three ranks dies, and its launcher starts it again."""
     work = [*WORK, *ELASTIC, "--max_steps", "70", "--save_every", "10", "--output_dir", tmp_path]
@@ -149,7 +133,7 @@ def test_a_machine_that_differs_is_named(machines, tmp_path):
     started = on_each(machines, *WORK, "--output_dir", tmp_path / "out", programs=programs)
     said = ends(started, 60)
     [line] = errors(said)
-    assert "node3" in line and "script" in line
+    assert "node3" in line and "version of code" in line
 
 
 def test_a_rank_that_never_comes_is_named(machines, tmp_path):

@@ -23,13 +23,6 @@ pytestmark = pytest.mark.slow
 
 ONE_RANK_A_NODE = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
 
-EXAMPLES = [
-    "train_single_node.slurm",
-    "train_multi_node.slurm",
-    "train_srun.slurm",
-    "train_requeue.slurm",
-]
-
 
 @pytest.fixture
 def project(tmp_path):
@@ -110,16 +103,6 @@ def test_example_on_one_rank_a_node(slurm, alone, project, example):
     assert_close(losses_of(work, job), alone.losses, 1e-5)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("example", [*EXAMPLES, "compare.slurm"])
-def test_example_unedited_and_without_arguments(slurm, project, example):
-    work = project.parent / "my work"
-    job, code = submit(project / "slurm" / example, cwd=work)
-    assert code == 0, output_of(work, job)
-    if example != "compare.slurm":
-        assert results_of(work, job)["world_size"] == (4 if "single" in example else 8)
-
-
 def test_deepspeeds_launcher_and_the_comparison_as_jobs(slurm, project):
     work = project.parent / "my work"
     file, zero1 = project / "slurm" / "train_single_node.slurm", ["--strategy", "zero1"]
@@ -139,7 +122,7 @@ def started(work, job):
 
 
 def test_requeued_job_goes_on_to_the_same_end(slurm, script, project):
-    """Warned as Slurm warns before the time limit; see the soak for the limit itself."""
+    """Warned as Slurm warns before the time limit."""
     work = project.parent / "my work"
     file, long = project / "slurm" / "train_requeue.slurm", ["--epochs", "40", "--max_steps", "100"]
     flags = [*WORK, *long, "--logging_steps", "1"]
@@ -151,24 +134,6 @@ def test_requeued_job_goes_on_to_the_same_end(slurm, script, project):
     results = results_of(work, job)
     assert results["status"] == "completed" and results["steps"] == 100, output_of(work, job)
     whole = script(*WORK, *long, launcher="torchrun", ranks=2)
-    assert losses_of(work, job) == whole.losses
-
-
-@pytest.mark.soak
-def test_time_limit_is_survived(slurm, script, project):
-    """A run of some minutes in jobs of one: Slurm warns 30 s before the limit, and the turns add up
-    to the whole run.
-    """
-    work = project.parent / "my work"
-    long = ["--epochs", "4000", "--max_steps", "2000", "--logging_steps", "50"]
-    file = project / "slurm" / "train_requeue.slurm"
-    limits = [*ONE_RANK_A_NODE, "--time=1", "--signal=USR1@30"]
-    job, _ = submit(file, *WORK, *long, sbatch=limits, cwd=work, wait=False)
-    wait_for(lambda: is_over(job), 1200, "the job does not end")
-    said = output_of(work, job)
-    assert "JobState=COMPLETED" in state_of(job) and "Resumed from" in said, said
-    assert results_of(work, job)["steps"] == 2000
-    whole = script(*WORK, *long, launcher="torchrun", ranks=2, timeout=900)
     assert losses_of(work, job) == whole.losses
 
 
@@ -189,19 +154,6 @@ def test_a_rank_that_dies_fails_the_job(slurm, project):
     state = state_of(job)
     assert "JobState=FAILED" in state, state
     assert descendants_of_test() == []
-
-
-def test_a_turn_that_fails_is_not_repeated(slurm, script, project):
-    """The results of the turn before say "preempted" still when this one ends before it trains."""
-    work = project.parent / "my work"
-    before = {"status": "preempted"}
-    (work / "out").mkdir()
-    (work / "out" / "results.json").write_text(json.dumps(before, indent=2))
-    args = [*WORK, "--batch_size", "0", "--output_dir", "out"]
-    file = project / "slurm" / "train_requeue.slurm"
-    job, code = submit(file, *args, sbatch=ONE_RANK_A_NODE, cwd=work)
-    said = output_of(work, job)
-    assert code != 0 and "--batch_size" in said and "requeued" not in said
 
 
 def test_scancel_leaves_a_checkpoint_to_resume(slurm, script, project):

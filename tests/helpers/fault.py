@@ -7,7 +7,6 @@
     gpus:N             torch sees N GPUs (this machine has none)
     in_backward        no fault: the gradients of the loss are computed in backward, as in fp16
     unordered:N        at its N-th micro-batch it needs an operation that has no deterministic kernel
-    same_gpu           torch sees one GPU, the same one on every rank
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
@@ -31,7 +30,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 SCRIPT = Path(
     os.environ.get("FAULT_SCRIPT") or Path(__file__).resolve().parents[2] / "real_model_example.py"
@@ -256,10 +254,6 @@ def main() -> None:
     elif kind == "gpus":
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: int(values[0])
-    elif kind == "same_gpu":
-        gpu = SimpleNamespace(name="a GPU", uuid="0123-4567")
-        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-        torch.cuda.set_device, torch.cuda.get_device_properties = lambda _: None, lambda _: gpu
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

@@ -1,5 +1,5 @@
 """Generates scripts in this process and runs them in a real bash, in which srun, torchrun,
-deepspeed, ssh and scontrol are stubs that record how they are called.
+deepspeed and scontrol are stubs that record how they are called.
 
 tests/conftest.py loads this module as a plugin, so its fixtures are at hand in every test.
 """
@@ -43,7 +43,7 @@ class Stubs:
     first on PATH.
     """
 
-    NAMES = ("srun", "torchrun", "deepspeed", "ssh", "scontrol", "module", "sleep")
+    NAMES = ("srun", "torchrun", "deepspeed", "scontrol", "module", "sleep")
 
     def __init__(self, folder: Path):
         self.folder, self.bin = folder, folder / "bin"

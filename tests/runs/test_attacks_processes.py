@@ -10,20 +10,9 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from attacks import Attack, table
-from conftest import (
-    PROJECT,
-    SCRIPT,
-    Run,
-    descendants_of_test,
-    fill,
-    finish,
-    free_port,
-    launcher_command,
-    start,
-)
+from conftest import PROJECT, SCRIPT, Run, fill, finish, free_port, start
 
 from support.errors import TrainingError
 
@@ -77,21 +66,6 @@ def test_survivor_reports_that_rank_0_was_killed(tmp_path):
 
 
 @pytest.mark.soak
-def test_rank_0_that_is_stopped_ends_the_run(tmp_path):
-    with two_ranks(tmp_path / "out") as (first, second):
-        first.send_signal(signal.SIGSTOP)
-        assert end_of(second, 30) == 1
-        assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
-        first.send_signal(signal.SIGCONT)
-        assert end_of(first, 30) == 1
-        [line] = errors_of(first, second)
-        assert "Rank 0 does not answer" in line
-        # Rank 0 hosts the store, so rank 1 can report its own stack only.
-        stacks = (tmp_path / "out" / "hang" / "rank-1.txt").read_text()
-        assert "Rank 0 does not answer" in stacks and "train_epoch_ddp" in stacks
-
-
-@pytest.mark.soak
 def test_rank_1_that_is_stopped_ends_the_run(tmp_path):
     with two_ranks(tmp_path / "out") as (first, second):
         second.send_signal(signal.SIGSTOP)
@@ -99,13 +73,11 @@ def test_rank_1_that_is_stopped_ends_the_run(tmp_path):
         second.send_signal(signal.SIGCONT)
         assert end_of(second, 30) == 1
         [line] = errors_of(first, second)
-        report = (tmp_path / "out" / "hang" / "report.txt").read_text()
-        assert "Rank 1 ended without reporting an error, or was stopped" in line + report
-        assert " stopped " in report
+        assert "Rank 1 ended without reporting an error" in line
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("stopped, seconds", [((0, 1), 21), ((0,), 10), ((1,), 10)])
+@pytest.mark.parametrize("stopped, seconds", [((0, 1), 21), ((0,), 10)])
 def test_a_suspension_does_not_end_a_run(tmp_path, stopped, seconds):
     with two_ranks(tmp_path / "out", "--max_steps", "60") as ranks:
         for rank in stopped:
@@ -115,22 +87,6 @@ def test_a_suspension_does_not_end_a_run(tmp_path, stopped, seconds):
             ranks[rank].send_signal(signal.SIGCONT)
             time.sleep(0.5)
         assert [end_of(rank, 120) for rank in ranks] == [0, 0]
-
-
-@pytest.mark.soak
-def test_ranks_end_when_torchrun_is_killed(tmp_path):
-    flags = [*TINY, "--epochs", "1000", "--output_dir", tmp_path / "out"]
-    launcher = start([*launcher_command("torchrun", 2), SCRIPT, *flags])
-    while "Epoch 1" not in (line := launcher.stdout.readline()):
-        assert line, launcher.stderr.read()
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    ranks = [child for child in children if str(SCRIPT) in child.cmdline()]
-    launcher.kill()
-    psutil.wait_procs(ranks, 30)
-    assert descendants_of_test() == []
-    _, err = launcher.communicate()
-    assert err.count("❌") == 1
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
 
 
 # --------------------------------------------------------------------------- who writes the results
@@ -169,18 +125,6 @@ def test_the_first_error_stays_and_a_good_end_stays(tmp_path, status, first, aft
     assert (found["reason"] == "the second error") is (status == "running")
 
 
-EARLIER = {"status": "failed", "reason": "earlier", "started_at": "2020-01-01T00:00:00+00:00"}
-
-
-@pytest.mark.parametrize("content", [json.dumps(EARLIER), "", '{"status"'])
-def test_an_error_is_written_over_earlier_and_damaged_results(tmp_path, content):
-    results_of(tmp_path)
-    other = results_of(tmp_path, main=False)
-    (tmp_path / "results.json").write_text(content)
-    assert other.fail(TrainingError("an error"))
-    assert json.loads((tmp_path / "results.json").read_text())["reason"] == "an error"
-
-
 # --------------------------------------------------------------------------------------- full disks
 
 
@@ -212,17 +156,6 @@ def test_full_disk_while_metrics_are_written(disk):
     assert len(lines) > 50
 
 
-def test_full_temporary_folder(script, disk):
-    folder = disk(2)
-    # dp in one process keeps the drawn weights in memory; every other run saves them there.
-    args = [*TINY, "--strategy", "fsdp", "--max_steps", "1"]
-    run = script(*args, env={"TMPDIR": folder}, ok=False)
-    assert run.code == 1
-    assert "No space left" in run.error and "TMPDIR" in run.error
-    assert run.results["status"] == "failed"
-    assert not list(folder.glob("distributed_training*"))
-
-
 # ------------------------------------------------------------------------------------------ output
 
 
@@ -244,12 +177,10 @@ def completed(_folder, run) -> None:
 
 
 TRAIN = f"{sys.executable} {SCRIPT} {' '.join(TINY)} --max_steps 2 --output_dir @/out"
-TORCHRUN = f"torchrun --standalone --nproc_per_node=2 {SCRIPT} {' '.join(TINY)} --max_steps 2 --output_dir @/out"
 PLAN = f"{sys.executable} {PROJECT}/scripts/plan_memory.py --gpus 2 --gpu_memory 40"
 
 
 HELP = f"{sys.executable} {SCRIPT} --help"
-CONFIG = f"{sys.executable} {SCRIPT} --print_config"
 NO_SPACE = "No space left"
 
 
@@ -257,10 +188,7 @@ NO_SPACE = "No space left"
     Attack("all on a full disk", args=(TRAIN, "> /dev/full 2>&1"), code=0, holds=completed),
     Attack("everything closed", args=(TRAIN, "<&- >&- 2>&-"), code=0, holds=completed),
     Attack("head", args=(TRAIN, "| head -n 1"), code=0, holds=completed, soak=True),
-    Attack("torchrun, full", args=(TORCHRUN, "&> /dev/full"), code=0, holds=completed, soak=True),
     Attack("help, head", args=(HELP, "| head -n 1"), code=0),
-    Attack("configuration, full disk", args=(CONFIG, "> /dev/full"), code=1, says=NO_SPACE),
-    Attack("plan, head", args=(PLAN, "| head -n 1"), code=0),
     Attack("plan, full disk", args=(PLAN, "> /dev/full"), code=1, says=NO_SPACE),
 )
 def test_output_that_cannot_be_written(attack, tmp_path):
@@ -292,17 +220,6 @@ def test_signal_during_imports(signal_while_importing, tmp_path, name):
     assert err.count("❌") == 1 and name in err and "Traceback" not in err
 
 
-def test_signal_during_imports_is_reported_once(signal_while_importing, tmp_path):
-    env = {**signal_while_importing, "SENT": 15, "WORLD_SIZE": 2}
-    ranks = [
-        start([sys.executable, SCRIPT, "--output_dir", tmp_path / "out"], {**env, "RANK": rank})
-        for rank in (0, 1)
-    ]
-    said = [finish(rank, 20)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "".join(said).count("❌") == 1
-
-
 @pytest.mark.parametrize(
     "error, code, says",
     [
@@ -320,17 +237,6 @@ def test_libraries_that_cannot_be_imported(tmp_path, error, code, says):
     _, err = finish(run, 20)
     assert run.returncode == code
     assert err.count("❌") == 1 and says in err and "Traceback" not in err
-
-
-def test_command_line_that_is_interrupted_during_imports(tmp_path):
-    (tmp_path / "fractions.py").write_text(
-        "import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(30)\n"
-    )
-    command = [sys.executable, PROJECT / "scripts" / "plan_memory.py"]
-    run = start(command, {"PYTHONPATH": tmp_path})
-    _, err = finish(run, 20)
-    assert run.returncode == 1
-    assert err.count("❌") == 1 and "Traceback" not in err
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

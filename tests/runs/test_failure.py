@@ -1,10 +1,8 @@
 """A rank that fails in the middle ends the whole run, and the first error is the one that is shown."""
 
 import json
-import re
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -111,26 +109,3 @@ def test_signal_with_no_save_ends_with_one_line(begin, tmp_path):
     assert code == 1
     assert err.count("❌") == 1 and "SIGTERM" in err and "Traceback" not in err
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-NCCLS_OWN = {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"}
-
-
-def test_variables_that_are_advised_exist():
-    """torch's libraries hold each name; NCCL's are in its documentation."""
-    import torch
-
-    from support.errors import ADVICE
-
-    named = {
-        name
-        for _, _, advice in ADVICE
-        for name in re.findall(r"\b(?:TORCH|NCCL|GLOO)_[A-Z0-9_]+", advice)
-    }
-    folder = Path(torch.__file__).parent / "lib"
-    held = b"".join(
-        (folder / f"lib{name}.so").read_bytes() for name in ("torch_cpu", "torch_python")
-    )
-    assert {name for name in named if name.startswith("NCCL_")} <= NCCLS_OWN
-    assert all(name.encode() in held for name in named if not name.startswith("NCCL_")), named

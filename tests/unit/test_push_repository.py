@@ -50,7 +50,8 @@ def test_other_ranks_wait_for_the_upload_without_a_collective(monkeypatch, tmp_p
 
     def push_on(rank: int) -> None:
         launch = SimpleNamespace(node=0, is_node_leader=rank == 0)
-        ctx = SimpleNamespace(launch=launch, nodes=1, failures=SimpleNamespace(store=store))
+        failures = SimpleNamespace(store=store)
+        ctx = SimpleNamespace(launch=launch, nodes=1, real_world_size=2, failures=failures)
         ctx.once_per_node = partial(DistContext.once_per_node, ctx)
         results[rank] = push.push("a/b" if rank == 0 else None, tmp_path, ctx)
 

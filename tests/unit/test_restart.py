@@ -8,7 +8,7 @@ import pytest
 
 from support import process
 from support.cli.parse import parse_arguments
-from support.cluster.restart import continue_restarted, restart_values
+from support.cluster.launch import continue_restarted, restart_values
 
 
 @pytest.mark.parametrize(
