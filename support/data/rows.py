@@ -1,8 +1,9 @@
-"""The rows of a corpus as documents and examples: from files, from the hub, or Python's reference.
+"""The rows of a corpus: documents, conversations and pairs of prompt and completion.
 
 Every use of a corpus reads it through one generator: the token cache, --streaming, --show_sample
-and --prefetch. It yields (position before the row, row), so that a stream can continue anywhere. A
-row that cannot be used is a `BadRow`.
+and --prefetch. It yields (position before the row, row), so that a stream can continue anywhere.
+The keys of a row determine its format; a file without rows is text, and one document. A row that
+cannot be used is a `BadRow`.
 """
 
 from __future__ import annotations
@@ -17,40 +18,180 @@ import os
 import re
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from support import progress
 from support.cli.arguments import Arguments, held_out_share
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
-from support.data.formats import BadRow, Content, Document, RowOptions, columns_of_table, read_row
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import sha256_of
-from support.files.folders import count_types, files_of
-from support.files.user_files import shown
+from support.files.folders import files_of
+from support.files.user_files import printable, shown
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 COMPARED_BYTES = 1 << 16  # of the beginning and the end of a file, in the digest of a stream
+# A format's name, the keys that its rows have, and further keys that are read. The first that fits
+# is used.
+FORMATS = (
+    ("messages", ("messages",), ()),
+    ("ShareGPT (conversations)", ("conversations",), ("system",)),
+    ("prompt and completion", ("prompt", "completion"), ()),
+    ("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system")),
+    ("text", ("text",), ()),
+)
+# Keys whose values would not be trained on. A row with a value of one of them cannot be used,
+# except a text, of which they are not read.
+UNSUPPORTED = (
+    *("tools", "functions", "history", "images", "image", "videos", "video", "audios", "audio"),
+)
+
+
+class BadRow(UserError):
+    """A row that cannot be used, with its place and the reason."""
+
+    def __init__(self, text: str) -> None:
+        # The text may quote bytes that are not UTF-8.
+        super().__init__(printable(text.encode(errors="replace").decode()))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document, a conversation, or a prompt and its completion."""
+
+    where: str  # its file and line
+    kind: str = "text"  # or "chat", whose answers have a loss, or "pair", whose completion has one
+    format: str = "text"  # name of its format, for the user
+    pieces: Iterable[str] = ()  # of a document: the text, in one or more pieces
+    is_file: bool = False  # whether the document is a text file, of any length
+    messages: Sequence[dict] = ()  # of a conversation
+    context: int = 0  # messages at the beginning of a conversation that have no loss
+    prompt: str = ""
+    completion: str = ""
+
+    def as_json(self) -> str:
+        """Return the content of a conversation or a pair as JSON, for a digest."""
+        content = [self.prompt, self.completion] if self.kind == "pair" else self.messages
+        return json.dumps([content, self.context] if self.context else content, sort_keys=True)
+
+
 # Where a row is: {"file": number, "row": number in it}, or on the hub {"row", "state"}. JSON.
 Position = dict[str, Any]
-PlacedRows = Iterator[tuple[Position, Content]]
+PlacedRows = Iterator[tuple[Position, Row | BadRow]]
 # A function from a position (None: the beginning) to the rows from there on.
 Rows = Callable[[Position | None], PlacedRows]
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A corpus before tokenization."""
 
     fingerprint: str  # a digest that changes whenever the text may have changed
-    splits: Mapping[str, Rows]  # "train", and "validation" if the corpus has it
-    counts: list[str] = field(default_factory=list)  # for each folder, its files of each type
+    splits: dict[str, Rows]  # "train", and "validation" if the corpus has it
+
+
+class RowOptions(NamedTuple):
+    """How rows are read."""
+
+    # (key of a format, the user's column for it): --text_column, --prompt_column and
+    # --completion_column. Only formats with these keys are considered.
+    columns: tuple[tuple[str, str], ...] = ()
+    chat_template: str | dict | None = None  # of the tokenizer
+
+    @classmethod
+    def of(cls, args: Arguments, tokenizer: Any) -> RowOptions:
+        """Return the options for a run's flags and tokenizer."""
+        columns = {key: getattr(args, f"{key}_column") for key in ("text", "prompt", "completion")}
+        named = tuple((key, name) for key, name in columns.items() if name)
+        return cls(named, tokenizer.chat_template)
+
+
+# ---------------------------------------------------------------------------------- formats of rows
+
+
+def format_of(keys: Iterable[str], options: RowOptions) -> tuple[str, dict[str, str]]:
+    """Return the name of the format that fits, and {key: its column} of the keys that it reads.
+
+    Raises:
+        ValueError: a row or table with these keys has no known format.
+    """
+    found, columns, wanted = list(keys), dict(options.columns), []
+    for name, required, optional in FORMATS:
+        if columns.keys() <= set(required):
+            names = [columns.get(key, key) for key in required]
+            if set(found).issuperset(names):
+                return name, {key: columns.get(key, key) for key in (*required, *optional)}
+            wanted.append(" with ".join(map(repr, names)))
+    raise ValueError(
+        f"no {', no '.join(wanted)}, but {shown(', '.join(map(str, found))) or 'nothing'}: rename "
+        "a key, or name one with --text_column, --prompt_column or --completion_column"
+    )
+
+
+def columns_of_table(columns: list[str], options: RowOptions, where: str) -> list[str]:
+    """Return the columns of a table that are read; `where` is the table, for messages."""
+    try:
+        name, read = format_of(columns, options)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}.") from error
+    also = () if name == "text" else UNSUPPORTED
+    return [column for column in (*read.values(), *also) if column in columns]
+
+
+def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
+    """Convert a text or an object with the keys of a format; a BadRow has the reason if it fails.
+
+    Args:
+        where: its place, for messages.
+    """
+    if isinstance(row, BadRow):
+        return row
+    if isinstance(row, str):
+        row = {dict(options.columns).get("text", "text"): row}
+    try:
+        if not isinstance(row, dict):
+            raise ValueError("neither a text nor an object with keys such as text or messages")
+        name, columns = format_of(row, options)
+        values = {key: row.get(column) for key, column in columns.items()}
+        if name == "text":
+            text = "" if values["text"] is None else values["text"]
+            if not isinstance(text, str):
+                raise ValueError(f"'text' is not a text but {shown(text, 40)}")
+            text.encode()
+            return Row(where, pieces=[text])
+        if lost := [key for key in UNSUPPORTED if row.get(key)]:
+            raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
+        from support.data import chat
+
+        return Row(where, **{"format": name, **chat.convert(values, options.chat_template)})
+    except UnicodeEncodeError:
+        return BadRow(f"{where}: not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file).")
+    except ValueError as error:
+        return BadRow(f"{where}: {error}.")
+
+
+def check_kind(row: Row | BadRow, facts: dict[str, Any]) -> Row | BadRow:
+    """Return the row, or a BadRow if it is of another kind than the rows before it.
+
+    Args:
+        facts: gets the "kind" of the rows (None before the first one) and the list of "formats".
+    """
+    if isinstance(row, BadRow):
+        return row
+    facts["kind"] = facts["kind"] or row.kind
+    if row.kind != facts["kind"]:
+        return BadRow(f"{row.where}: of kind {row.kind} among rows of kind {facts['kind']}.")
+    if row.format not in facts["formats"]:
+        facts["formats"].append(row.format)
+    return row
+
+
+# ------------------------------------------------------------------------------------------ sources
 
 
 def evaluates_only(args: Arguments) -> bool:
@@ -76,8 +217,7 @@ def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
         return corpus
     held_out = _open_files(args.validation_file, args, options)
     digest = hashlib.sha256(f"{corpus.fingerprint}\0{held_out.fingerprint}".encode())
-    splits = {**corpus.splits, "validation": held_out.splits["train"]}
-    return Source(digest.hexdigest(), splits, corpus.counts + held_out.counts)
+    return Source(digest.hexdigest(), {**corpus.splits, "validation": held_out.splits["train"]})
 
 
 def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -> Source:
@@ -110,7 +250,7 @@ def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -
             stream.seek(max(0, size - COMPARED_BYTES))
             edges = begin + stream.read(COMPARED_BYTES)
             digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
-    return _source_of_files(name, files, digest.hexdigest(), options)
+    return Source(digest.hexdigest(), {"train": partial(_rows_of_files, files, options)})
 
 
 def _open_pydocs() -> Source:
@@ -119,7 +259,7 @@ def _open_pydocs() -> Source:
 
     def rows(position: Position | None) -> PlacedRows:
         for number, name in enumerate(sorted(topics)):
-            yield {"file": 0, "row": number}, Document(f"pydocs, {name}", [topics[name]])
+            yield {"file": 0, "row": number}, Row(f"pydocs, {name}", pieces=[topics[name]])
 
     text = "\0".join(topics[name] for name in sorted(topics))
     return Source(hashlib.sha256(text.encode()).hexdigest(), {"train": rows})
@@ -129,34 +269,19 @@ def _open_pydocs() -> Source:
 
 
 def _open_files(name: str, args: Arguments, options: RowOptions) -> Source:
-    files = files_of(Path(name), name, args.include)
-    digest, times = hashlib.sha256(repr(options).encode()), {}
+    files, digest = files_of(Path(name), name, args.include), hashlib.sha256(repr(options).encode())
     for file in files:
         with reading(file):
-            times[file] = file.stat().st_mtime_ns
             digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
-    source = _source_of_files(name, files, digest.hexdigest(), options)
-
-    def rows(position: Position | None) -> PlacedRows:
-        yield from source.splits["train"](position)
-        for file in files:  # the tokens are stored under the digest of what it was
-            if file.stat().st_mtime_ns != times[file]:
-                raise UserError(f"{file} has changed since the run started: start again.")
-
-    return replace(source, splits={"train": rows})
+    return Source(digest.hexdigest(), {"train": partial(_rows_of_files, files, options)})
 
 
-def _source_of_files(name: str, files: list[Path], digest: str, options: RowOptions) -> Source:
-    def rows(position: Position | None) -> PlacedRows:
-        alone = len(files) == 1
-        first, skip = (position["file"], position["row"]) if position else (0, 0)
-        for number in range(first, len(files)):
-            for row, content in enumerate(contents_of_file(files[number], options, alone)):
-                if number > first or row >= skip:
-                    yield {"file": number, "row": row}, content
-
-    counts = [f"{name}: {count_types(files)}"] if Path(name).is_dir() else []
-    return Source(digest, {"train": rows}, counts)
+def _rows_of_files(files: list[Path], options: RowOptions, position: Position | None) -> PlacedRows:
+    first, skip = (position["file"], position["row"]) if position else (0, 0)
+    for number in range(first, len(files)):
+        for row, content in enumerate(rows_of_file(files[number], options)):
+            if number > first or row >= skip:
+                yield {"file": number, "row": row}, content
 
 
 @contextlib.contextmanager
@@ -181,28 +306,25 @@ def type_of(file: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix != ".gz"), "")
 
 
-def contents_of_file(file: Path, options: RowOptions, alone: bool = False) -> Iterator[Content]:
+def rows_of_file(file: Path, options: RowOptions) -> Iterator[Row | BadRow]:
     """Yield the rows of a file, or the only document of a text file.
 
-    Args:
-        alone: whether the corpus has no other file, so that a text file cannot be left out.
     Raises:
         UserError: during iteration, also over the pieces of a document: the file cannot be read, or
             the rest of it is not of its format.
     """
     if type_of(file) in READERS:
         with reading(file):
-            yield from READERS[type_of(file)](file, options)
+            for row, place in READERS[type_of(file)](file, options):
+                yield read_row(row, place, options)
         return
     pieces = _pieces_of(file)
     try:
         first = next(pieces, "")
     except UserError as error:
-        if alone:
-            raise
         yield BadRow(str(error))
     else:
-        yield Document(str(file), chain([first], pieces), "text files", is_file=True)
+        yield Row(str(file), format="text files", pieces=chain([first], pieces), is_file=True)
 
 
 def _open_text(file: Path, errors: str = "surrogateescape", newline: str | None = None) -> TextIO:
@@ -221,77 +343,65 @@ def _pieces_of(file: Path) -> Iterator[str]:
             yield piece
 
 
-def _parse_json(text: str, place: str, is_file: bool = False) -> Any:
-    """Return the value of one line or of a whole file, or a BadRow."""
+def _parse_json(text: str, file: Path, line: int | None = None) -> Any:
+    """Return the value of a line, or of a whole file; a BadRow if it is not valid JSON."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            place += f", line {error.lineno}" if is_file else ""
-            place += f", column {error.colno}"
-        reason = getattr(error, "msg", None) or first_line(error, 200)
-        return BadRow(f"{place}: not valid JSON ({reason}).")
+    except json.JSONDecodeError as error:
+        place = f"{file}, line {line or error.lineno}, column {error.colno}"
+        return BadRow(f"{place}: not valid JSON ({error.msg}).")
+    except (ValueError, RecursionError) as error:  # a number is too long, or lists are too deep
+        place = f"{file}, line {line}" if line else str(file)
+        return BadRow(f"{place}: not valid JSON ({first_line(error, 200)}).")
 
 
-def _read_jsonl(file: Path, options: RowOptions) -> Iterator[Content]:
+def _read_jsonl(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
     with _open_text(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                place = f"{file}, line {number}"
-                yield read_row(_parse_json(line, place), place, options)
+                yield _parse_json(line, file, number), f"{file}, line {number}"
 
 
-def _read_json(file: Path, options: RowOptions) -> Iterator[Content]:
+def _read_json(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
     """Yield the entries of a list, or the rows of JSON lines, which `datasets` writes as .json."""
     with _open_text(file) as stream:
-        first = _parse_json(stream.readline(), "")
-        if isinstance(first, dict) and any(line.strip() for line in stream):
+        if isinstance(_parse_json(stream.readline(), file), dict):
             yield from _read_jsonl(file, options)
             return
         stream.seek(0)
-        rows = _parse_json(stream.read(), str(file), is_file=True)
-    if isinstance(rows, dict) and isinstance(read_row(rows, "", options), BadRow):
-        lists = [value for value in rows.values() if isinstance(value, list)]
-        rows = lists[0] if len(lists) == 1 else rows  # {"data": [...]}
+        rows = _parse_json(stream.read(), file)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        yield read_row(row, f"{file}, entry {number}", options)
+        yield row, f"{file}, entry {number}"
 
 
-def _check_names(columns: Sequence[str], file: Path) -> None:
-    if twice := [name for name in columns if columns.count(name) > 1]:
-        raise UserError(f"{file} has two columns with the name {shown(twice[0])}: rename one.")
-
-
-def _read_csv(file: Path, options: RowOptions) -> Iterator[Content]:
+def _read_csv(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is less than a long document
-    delimiter, line = "\t" if type_of(file) == ".tsv" else ",", 1
+    delimiter, place = "\t" if type_of(file) == ".tsv" else ",", f"{file}, line 1"
     with _open_text(file, newline="") as stream:
         rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
         try:
-            _check_names(rows.fieldnames or (), file)
             for row in rows:
-                line, cells = rows.line_num, len(rows.fieldnames or ())
+                place = f"{file}, line {rows.line_num}"
                 if None in row or None in row.values():
-                    problem = f"it does not have {cells} cells as the first line has"
-                    yield BadRow(f"{file}, line {line}: {problem}: quote texts with separators.")
+                    problem = f"it does not have {len(rows.fieldnames or ())} cells as the first"
+                    yield BadRow(f"{place}: {problem} line has: quote texts with separators."), ""
                 else:
-                    yield read_row(row, f"{file}, line {line}", options)
+                    yield row, place
         except csv.Error as error:  # the unclosed quote contains all following rows
             problem = f"{error}: a quote is not closed, or not doubled inside a text"
-            raise UserError(f"{file}, after line {line}: {problem}.") from error
+            raise UserError(f"After {place}: {problem}.") from error
 
 
-def _read_parquet(file: Path, options: RowOptions) -> Iterator[Content]:
+def _read_parquet(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        _check_names(table.schema_arrow.names, file)
         columns, numbers = columns_of_table(table.schema_arrow.names, options, str(file)), count(1)
         for batch in table.iter_batches(columns=columns, batch_size=1024):
             for row in batch.to_pylist():
-                yield read_row(row, f"{file}, row {next(numbers)}", options)
+                yield row, f"{file}, row {next(numbers)}"
     except pyarrow.ArrowException as error:
         raise UserError(f"{file} cannot be read: {first_line(error, 200)}") from error
 
@@ -388,15 +498,15 @@ def join_articles(lines: PlacedRows) -> PlacedRows:
     begin: Position = {}
     where, article = "", list[str]()
     for position, line in lines:
-        if not isinstance(line, Document):
+        if isinstance(line, BadRow):
             yield position, line
             continue
         text = "".join(line.pieces)
         if article and re.fullmatch(r" = [^=].* = \n?", text):
-            yield begin, Document(where, article)
+            yield begin, Row(where, pieces=article)
             article = []
         if not article:
             begin, where = position, line.where
         article.append(text)
     if article:
-        yield begin, Document(where, article)
+        yield begin, Row(where, pieces=article)
