@@ -30,7 +30,7 @@ from support.cli.arguments import Arguments, held_out_share
 from support.cli.paths import is_local_dataset
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line, refused_as
-from support.files.atomic import sha256_of
+from support.files.atomic import digest_of_json, sha256_of
 from support.files.folders import files_of
 from support.files.user_files import printable, shown
 
@@ -84,6 +84,7 @@ class Row:
 # Where a row is: {"file": number, "row": number in it}, or on the hub {"row", "state"}. JSON.
 Position = dict[str, Any]
 PlacedRows = Iterator[tuple[Position, Row | BadRow]]
+RawRows = Iterator[tuple[Any, str]]  # the value of a row, or a BadRow; and its place, for messages
 # A function from a position (None: the beginning) to the rows from there on.
 Rows = Callable[[Position | None], PlacedRows]
 
@@ -123,9 +124,10 @@ def format_of(keys: Iterable[str], options: RowOptions) -> tuple[str, dict[str, 
     found, columns, wanted = list(keys), dict(options.columns), []
     for name, required, optional in FORMATS:
         if columns.keys() <= set(required):
-            names = [columns.get(key, key) for key in required]
-            if set(found).issuperset(names):
-                return name, {key: columns.get(key, key) for key in (*required, *optional)}
+            read = {key: columns.get(key, key) for key in (*required, *optional)}
+            names = list(read.values())[: len(required)]
+            if set(names) <= set(found):
+                return name, read
             wanted.append(" with ".join(map(repr, names)))
     raise ValueError(
         f"no {', no '.join(wanted)}, but {shown(', '.join(map(str, found))) or 'nothing'}: rename "
@@ -232,25 +234,25 @@ def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
     if args.prompt_column or args.completion_column:  # checkpoints of runs without them stay valid
         digest.update(repr(options.columns).encode())
-    if not is_local_dataset(name):
-        # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
-        commit = _builder_of(name, args, args.dataset_revision).hash if ctx.is_main else None
-        commit = ctx.broadcast_from_rank0(commit)
-        with _loading(name):
-            builder = _builder_of(name, args, commit)
-            table = builder.as_streaming_dataset(split=args.train_split or "train")
-        digest.update(f"{name}\0{commit}".encode())
-        digest.update(f"\0{args.train_split}".encode() if args.train_split else b"")
-        rows = partial(_rows_of_table, table, name, f"--dataset {name}", options)
-        return Source(digest.hexdigest(), {"train": rows})
-    files = files_of(Path(name), name, args.include)
-    for file in files:
-        with reading(file), open(file, "rb") as stream:
-            size, begin = file.stat().st_size, stream.read(COMPARED_BYTES)
-            stream.seek(max(0, size - COMPARED_BYTES))
-            edges = begin + stream.read(COMPARED_BYTES)
-            digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
-    return Source(digest.hexdigest(), {"train": partial(_rows_of_files, files, options)})
+    if is_local_dataset(name):
+        files = files_of(Path(name), name, args.include)
+        for file in files:
+            with reading(file), open(file, "rb") as stream:
+                size, begin = file.stat().st_size, stream.read(COMPARED_BYTES)
+                stream.seek(max(0, size - COMPARED_BYTES))
+                edges = begin + stream.read(COMPARED_BYTES)
+                digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
+        return Source(digest.hexdigest(), {"train": partial(_rows_of_files, files, options)})
+    # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
+    commit = _builder_of(name, args, args.dataset_revision).hash if ctx.is_main else None
+    commit = ctx.broadcast_from_rank0(commit)
+    with _loading(name):
+        builder = _builder_of(name, args, commit)
+        table = builder.as_streaming_dataset(split=args.train_split or "train")
+    digest.update(f"{name}\0{commit}".encode())
+    digest.update(f"\0{args.train_split}".encode() if args.train_split else b"")
+    rows = partial(_rows_of_table, table, name, f"--dataset {name}", options)
+    return Source(digest.hexdigest(), {"train": rows})
 
 
 def _open_pydocs() -> Source:
@@ -291,11 +293,10 @@ def reading(what: Path | str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{what} is not {error.encoding.upper()} text (byte "
-            f"0x{error.object[error.start]:02x}): unpack an archive, convert other text (iconv -f "
-            "LATIN1 -t UTF-8), or leave the file out with --include."
+            f"{what} is not {error.encoding.upper()} text: unpack an archive, convert other text "
+            "(iconv -f LATIN1 -t UTF-8), or leave the file out with --include."
         ) from error
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:  # also of pyarrow
         reason = getattr(error, "strerror", None) or first_line(error, 200)
         raise UserError(f"{what} cannot be read: {reason}.") from error
 
@@ -313,18 +314,17 @@ def rows_of_file(file: Path, options: RowOptions) -> Iterator[Row | BadRow]:
         UserError: during iteration, also over the pieces of a document: the file cannot be read, or
             the rest of it is not of its format.
     """
-    if type_of(file) in READERS:
+    if read := READERS.get(type_of(file)):
         with reading(file):
-            for row, place in READERS[type_of(file)](file, options):
-                yield read_row(row, place, options)
+            yield from (read_row(row, place, options) for row, place in read(file, options))
         return
     pieces = _pieces_of(file)
     try:
-        first = next(pieces, "")
+        pieces = chain([next(pieces, "")], pieces)
     except UserError as error:
         yield BadRow(str(error))
     else:
-        yield Row(str(file), format="text files", pieces=chain([first], pieces), is_file=True)
+        yield Row(str(file), format="text files", pieces=pieces, is_file=True)
 
 
 def _open_text(file: Path, errors: str = "surrogateescape", newline: str | None = None) -> TextIO:
@@ -343,67 +343,57 @@ def _pieces_of(file: Path) -> Iterator[str]:
             yield piece
 
 
-def _parse_json(text: str, file: Path, line: int | None = None) -> Any:
+def _parse_json(text: str, place: str) -> Any:
     """Return the value of a line, or of a whole file; a BadRow if it is not valid JSON."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"{file}, line {line or error.lineno}, column {error.colno}"
-        return BadRow(f"{place}: not valid JSON ({error.msg}).")
-    except (ValueError, RecursionError) as error:  # a number is too long, or lists are too deep
-        place = f"{file}, line {line}" if line else str(file)
-        return BadRow(f"{place}: not valid JSON ({first_line(error, 200)}).")
+    except (ValueError, RecursionError) as error:
+        reason = first_line(error, 200).replace("line 1 column", "column")
+        return BadRow(f"{place}: not valid JSON ({reason}).")
 
 
-def _read_jsonl(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
+def _read_jsonl(file: Path, options: RowOptions) -> RawRows:
     with _open_text(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield _parse_json(line, file, number), f"{file}, line {number}"
+                place = f"{file}, line {number}"
+                yield _parse_json(line, place), place
 
 
-def _read_json(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
+def _read_json(file: Path, options: RowOptions) -> RawRows:
     """Yield the entries of a list, or the rows of JSON lines, which `datasets` writes as .json."""
     with _open_text(file) as stream:
-        if isinstance(_parse_json(stream.readline(), file), dict):
+        if isinstance(_parse_json(stream.readline(), ""), dict):
             yield from _read_jsonl(file, options)
             return
         stream.seek(0)
-        rows = _parse_json(stream.read(), file)
+        rows = _parse_json(stream.read(), str(file))
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         yield row, f"{file}, entry {number}"
 
 
-def _read_csv(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
+def _read_csv(file: Path, options: RowOptions) -> RawRows:
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is less than a long document
-    delimiter, place = "\t" if type_of(file) == ".tsv" else ",", f"{file}, line 1"
     with _open_text(file, newline="") as stream:
-        rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
-        try:
-            for row in rows:
-                place = f"{file}, line {rows.line_num}"
-                if None in row or None in row.values():
-                    problem = f"it does not have {len(rows.fieldnames or ())} cells as the first"
-                    yield BadRow(f"{place}: {problem} line has: quote texts with separators."), ""
-                else:
-                    yield row, place
-        except csv.Error as error:  # the unclosed quote contains all following rows
-            problem = f"{error}: a quote is not closed, or not doubled inside a text"
-            raise UserError(f"After {place}: {problem}.") from error
+        rows = csv.DictReader(
+            stream, strict=True, delimiter="\t" if type_of(file) == ".tsv" else ","
+        )
+        for row in rows:
+            place = f"{file}, line {rows.line_num}"
+            if None in row or None in row.values():
+                problem = "it has more or fewer cells than the first line"
+                yield BadRow(f"{place}: {problem}: quote texts with separators."), place
+            else:
+                yield row, place
 
 
-def _read_parquet(file: Path, options: RowOptions) -> Iterator[tuple[Any, str]]:
-    import pyarrow
+def _read_parquet(file: Path, options: RowOptions) -> RawRows:
     import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        columns, numbers = columns_of_table(table.schema_arrow.names, options, str(file)), count(1)
-        for batch in table.iter_batches(columns=columns, batch_size=1024):
-            for row in batch.to_pylist():
-                yield row, f"{file}, row {next(numbers)}"
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file} cannot be read: {first_line(error, 200)}") from error
+    table = pyarrow.parquet.ParquetFile(file)
+    columns, numbers = columns_of_table(table.schema_arrow.names, options, str(file)), count(1)
+    for batch in table.iter_batches(columns=columns, batch_size=1024):
+        yield from ((row, f"{file}, row {next(numbers)}") for row in batch.to_pylist())
 
 
 READERS = {
@@ -416,6 +406,11 @@ READERS = {
 
 
 # ------------------------------------------------------------------------------------------ the hub
+
+
+def _loading(name: str) -> contextlib.AbstractContextManager[None]:
+    problem = f"--dataset {name} (its --train_split, --eval_split) is no local file, and cannot be "
+    return refused_as(f"{problem}loaded from the hub", longest=200)
 
 
 def _builder_of(name: str, args: Arguments, revision: str | None) -> Any:
@@ -431,17 +426,11 @@ def _builder_of(name: str, args: Arguments, revision: str | None) -> Any:
         return datasets.load_dataset_builder(name, config, revision=revision)
 
 
-def _loading(name: str) -> contextlib.AbstractContextManager[None]:
-    problem = f"--dataset {name} (its --train_split, --eval_split) is no local file, and cannot be "
-    return refused_as(f"{problem}loaded from the hub", longest=200)
-
-
 def _open_hub(name: str, args: Arguments, options: RowOptions) -> Source:
     """Download a dataset of the hub, unless it is in the cache, and open its splits."""
-    revision = args.dataset_revision
+    revision, offline = args.dataset_revision, os.environ.get("HF_HUB_OFFLINE") == "1"
     builder = _builder_of(name, args, revision)
     # Offline, the library loads the newest commit that is in its cache.
-    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
     if revision and offline and not str(builder.hash).startswith(revision):
         raise UserError(
             f"--dataset_revision {revision} of --dataset {name} is not in the cache: run "
@@ -459,13 +448,12 @@ def _open_hub(name: str, args: Arguments, options: RowOptions) -> Source:
         tables = {role: builder.as_dataset(split=split) for role, split in wanted.items()}
     flag = f"--dataset {name}"
     columns = columns_of_table(next(iter(tables.values())).column_names, options, flag)
-    digest = hashlib.sha256(repr((columns, options, name == "wikitext")).encode())
     splits: dict[str, Rows] = {}
     for role, table in tables.items():
-        digest.update(f"{role}\0{table._fingerprint}".encode())  # of the commit and the split
         selected = table.select_columns(columns)
         splits[role] = partial(_rows_of_table, selected, name, f"{flag}, {role}", options)
-    return Source(digest.hexdigest(), splits)
+    commits = [(role, table._fingerprint) for role, table in tables.items()]
+    return Source(digest_of_json([columns, options, name == "wikitext", commits]), splits)
 
 
 def _rows_of_table(
@@ -476,15 +464,12 @@ def _rows_of_table(
     def rows() -> PlacedRows:
         if position:
             table.load_state_dict(position["state"])
-        has_state = hasattr(table, "load_state_dict")
-        iterator = iter(table)
+        is_stream, iterator = hasattr(table, "state_dict"), iter(table)
         for number in count(position["row"] if position else 0):
-            state = table.state_dict() if has_state else None
-            row = next(iterator, None)
-            if row is None:
+            place = {"row": number, "state": table.state_dict() if is_stream else None}
+            if (row := next(iterator, None)) is None:
                 return
-            content = read_row(row, f"{where}, row {number + 1}", options)
-            yield {"row": number, "state": state}, content
+            yield place, read_row(row, f"{where}, row {number + 1}", options)
 
     with reading(where):
         yield from join_articles(rows()) if name == "wikitext" else rows()
