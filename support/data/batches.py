@@ -34,15 +34,11 @@ TEXT_IS_PACKED = (
     "padding: use --isolate_documents."
 )
 
-# ------------------------------------------------------------------------------------------- splits
-
 
 def open_tokenized(
     args: Arguments, ctx: DistContext, tokenizer: Any
 ) -> tuple[Sequences, Sequences, dict]:
     """Tokenize the corpus, or find its tokens in the cache, and cut them into sequences.
-
-    With --eval_only there may be no training sequences; see `rows.open_source`.
 
     Returns:
         (training sequences, validation sequences, the dataset's entry in results.json).
@@ -60,22 +56,17 @@ def _open_dataset(
     """Do what `open_tokenized` does for one dataset."""
     prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
     train, validation, facts = split_sequences(prepared, args, Padding.of(args, ctx.device.type))
-    tokenize.print_splits(ctx, args, facts, tokenizer)
-    kind = facts["validation"]["kind"] if "train" not in facts else None
-    entry = {"name": name, "sha256": None, "tokens": 0, "blocks": 0, "kind": kind}
-    entry |= facts.get("train", {})
-    entry |= {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
-    return train, validation, entry
+    tokenize.print_splits(ctx, facts, tokenizer)
+    nothing = {"sha256": None, "tokens": 0, "blocks": 0, "kind": facts["validation"].get("kind")}
+    found = {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
+    return train, validation, {"name": name, **facts.get("train", nothing), **found}
 
 
 def _open_mixture(
     args: Arguments, ctx: DistContext, tokenizer: Any
 ) -> tuple[Sequences, Sequences, dict]:
-    """Do what `open_tokenized` does for several datasets.
-
-    The evaluation uses the validation sequences of each dataset once, or only --validation_file.
-    """
-    # The training sequences of each, also with --eval_only.
+    """Do what `open_tokenized` does for several datasets."""
+    # All training sequences of each, also with --eval_only.
     whole = args.replace(num_samples=None, eval_only=False)
     datasets, validations, entries = [], [], []
     for name, _ in args.mixture:
@@ -119,16 +110,12 @@ def _open_mixture(
 def split_sequences(
     prepared: dict, args: Arguments, padding: Padding
 ) -> tuple[Sequences, Sequences, dict]:
-    """Return the training and validation sequences of a tokenized corpus.
+    """Return the training and validation sequences of a tokenized corpus, and facts by split.
 
     If the corpus has no validation split, or with --validation_split, a share of the training
     sequences is held out: the end of a token stream, or randomly drawn examples. A corpus of one
     sequence holds out none.
 
-    Args:
-        prepared: what `tokenize.tokenize_once` returned.
-    Returns:
-        (training sequences, validation sequences, {"train", "validation": facts of `open_split`}).
     Raises:
         UserError: the corpus or --validation_file is shorter than one sequence.
     """
@@ -171,12 +158,8 @@ def padding_share(train: Sequences, args: Arguments) -> float:
 def open_split(
     prepared: dict, name: str, args: Arguments, padding: Padding
 ) -> tuple[Sequences, dict]:
-    """Return all sequences of a split, and facts about it.
+    """Return all sequences of a split, and the facts about it for results.json.
 
-    Returns:
-        (sequences, {"kind", "formats", "rows", "tokens", "sha256", "truncated", "skipped",
-        "blocks"}), where "truncated", "skipped" and "blocks" count examples that are cut to
-        --seq_length, rows that are not used, and sequences.
     Raises:
         UserError: the training split is empty or shorter than one sequence.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,12 +31,11 @@ Part = tuple[np.ndarray, int | None]
 TokenFile = tuple[str, str, int | None]
 
 
-@dataclass(frozen=True)
-class Padding:
+class Padding(NamedTuple):
     """The length of a micro-batch."""
 
     seq_length: int
-    # Of the length. It suits matrix units, and on a GPU there are few lengths, because cuDNN
+    # Of the length: it suits matrix units, and on a GPU there are few lengths, because cuDNN
     # prepares attention for each anew.
     multiple: int
 
@@ -43,9 +43,10 @@ class Padding:
     def of(cls, args: Arguments, device_type: str) -> Padding:
         """Return the padding of a run on a type of device ("cpu" or "cuda")."""
         # --compile compiles each length anew; --simulate_gpus must show the largest memory use.
-        if args.compile or args.simulate_gpus:
-            return cls(args.seq_length, args.seq_length)
-        return cls(args.seq_length, 64 if device_type == "cuda" else 8)
+        whole = args.compile or args.simulate_gpus
+        return cls(
+            args.seq_length, args.seq_length if whole else 64 if device_type == "cuda" else 8
+        )
 
     def length(self, longest: np.ndarray | int) -> np.ndarray:
         """Return the length of micro-batches whose longest sequences have `longest` tokens."""
@@ -93,10 +94,9 @@ def _positions_of(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
 class Sequences:
     """The sequences of a split, which are read from disk when they are needed.
 
-    Those of several datasets are numbered dataset after dataset. An epoch then has as many
-    sequences as the dataset that is the smallest for its weight allows without a repetition. The
-    larger datasets contribute a part of their sequences to each epoch, the next part to the next
-    one, and repeat none before all were used.
+    Those of several datasets are numbered dataset after dataset. A dataset that is larger than its
+    share contributes a part of its sequences to each epoch, the next part to the next one, and
+    repeats none before all were used.
     """
 
     files: tuple[TokenFile, ...]
@@ -207,15 +207,11 @@ class Sequences:
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Distribute examples over few sequences by best-fit decreasing (Johnson et al., 1974).
 
-    The longest example first, each goes into the sequence with the least room that is enough, or
-    into a new one.
-
     Args:
         lengths: tokens of each example, from 1 to `capacity`.
     Returns:
-        (members, ends): the examples sequence after sequence, and where each sequence ends in
-        `members`. The sequences are in the order of their first example, and so are the examples of
-        a sequence.
+        (members, ends): the examples sequence after sequence, in their order, and where each
+        sequence ends in `members`.
     """
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by free tokens
     rooms = 0  # bit r is set if a sequence has r free tokens
@@ -244,11 +240,8 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 def shares_of(weights: list[Fraction], sizes: list[int], most: int | None = None) -> list[int]:
     """Return how many sequences each dataset contributes to an epoch.
 
-    Args:
-        weights: a number for each dataset, 0 for none of it; only their ratios count.
-        most: maximum number of all sequences; None: as many as fit without a repetition.
-    Returns:
-        Whole numbers in the ratios of the weights, rounded by the largest remainders.
+    They are in the ratios of the weights, rounded by the largest remainders, and `most` in all or
+    as many as fit without a repetition.
     """
     shares = [weight / sum(weights) for weight in weights]
     total = min(int(size / share) for size, share in zip(sizes, shares, strict=True) if share)

@@ -1,14 +1,13 @@
 """--streaming: sequences of a corpus that is read and tokenized during training.
 
-The corpus is never complete in memory or on disk. A global batch has G sequences, and batch slot g
-provides the g-th. Every group of G rows is distributed over the slots, one row each, in an order
-drawn from the seed. A slot tokenizes its rows, cuts them into sequences and shuffles these in
-chunks. Every rank reads all rows, and processes only the slots whose sequences it trains on. Each
-step therefore has the same sequences for any number of ranks, and a checkpoint needs only the
-position of each slot in the corpus, which is a few numbers.
+A global batch has G sequences, and batch slot g provides the g-th. Every group of G rows is
+distributed over the slots in an order drawn from the seed. A slot tokenizes its rows, cuts them
+into sequences and shuffles these in chunks. Every rank reads all rows, and processes only the slots
+that it trains on. So each step has the same sequences for any number of ranks, and a checkpoint
+needs only the position of each slot in the corpus.
 
-A thread reads and tokenizes some steps ahead. Each step carries the position of the stream after
-it, so that checkpoints and messages about bad rows exclude rows that were only read ahead.
+A thread reads some steps ahead. Each step carries the state of the stream after it, so that
+checkpoints and messages exclude rows that were only read ahead.
 """
 
 from __future__ import annotations
@@ -31,34 +30,30 @@ from support.data.rows import BadRow, Row, RowOptions, Source, check_kind, open_
 from support.data.sequences import Padding, Part, Sequences, micro_batch, pack
 from support.errors import UserError
 
-# Steps that are read ahead, besides the one of `copy_ahead`. A few are enough, because the slots
-# refill in different steps.
-STEPS_AHEAD = 5
+STEPS_AHEAD = 5  # besides the one of `copy_ahead`; a few, because slots refill in different steps
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 3
-# See `Unit.state`.
+# The position before a unit. "row": number of units before it, in all passes; "pass": number of the
+# pass; "first": value of "row" at its beginning; "rows": position of its row in the corpus, None
+# for the beginning; "part": for a piece of a text file, the number of pieces before it in the file.
 START: dict[str, Any] = {"row": 0, "pass": 0, "first": 0, "rows": None, "part": 0}
-# The state of a slot in a checkpoint. "reader": state of the unit at which its chunk of sequences
-# begins; "offset": tokens of this unit in earlier chunks; "chunk": its number, from 1; "used": its
-# sequences that were used; "counts": of rows, "counted" of which are included.
+# The state of a slot in a checkpoint. "reader": position of the unit at which its chunk of
+# sequences begins; "offset": tokens of this unit in earlier chunks; "chunk": its number, from 1;
+# "used": its sequences that were used; "counts": of rows, "counted" of which are included.
 COUNTS = {"counted": 0, "truncated": 0, "skipped": 0}
 NEW_SLOT: dict[str, Any] = {"reader": START, "offset": 0, "chunk": 0, "used": 0, "counts": COUNTS}
-# The state after a step, on this rank: states of its slots, number of bad rows and of rows (or
-# pieces of text files) read, complete passes, and the kind and formats of the rows.
-NEW_STREAM: dict[str, Any] = {"slots": {}, "bad": 0, "rows": 0, "passes": 0}
-NO_KIND: dict[str, Any] = {"kind": None, "formats": []}
+NO_KIND: dict[str, Any] = {"kind": None, "formats": []}  # see `rows.check_kind`
+# The state of this rank after a step: of its slots, number of bad rows and of units read, passes.
+NEW_STREAM: dict[str, Any] = {"slots": {}, "bad": 0, "rows": 0, "passes": 0, **NO_KIND}
 
-Ids = tuple[dict, int, np.ndarray]  # state of a unit, its tokens in earlier chunks, all its tokens
+# Position of a unit, its tokens that are in earlier chunks, and all its tokens.
+Ids = tuple[dict, int, np.ndarray]
 
 
 class Unit(NamedTuple):
     """A row, or a piece of a text file, that is assigned to a batch slot."""
 
-    # The position before it, from which `Stream._read_units` continues: {"row": number of units
-    # before it, in all passes; "pass": number of the pass; "first": value of "row" at the beginning
-    # of the pass; "rows": position of its row in the corpus, None for the beginning; "part": for a
-    # piece of a text file, the number of pieces before it in the file}. JSON.
-    state: dict
+    state: dict  # its position, as START
     slot: int
     begins: bool  # whether an end-of-text token precedes it
     row: Row
@@ -71,9 +66,8 @@ class Stream:
     def __init__(self, args: Arguments, ctx: DistContext, tokenizer: Any, source: Source) -> None:
         self.args, self.ctx, self.tokenizer, self.source = args, ctx, tokenizer, source
         self.padding = Padding.of(args, ctx.device.type)
-        self.state: dict[str, Any] = NEW_STREAM | NO_KIND  # after the step in progress
-        # Lines about bad rows, in their order, also those before a resume.
-        self.bad: dict[str, None] = {}
+        self.state = NEW_STREAM  # after the step in progress
+        self.bad: dict[str, None] = {}  # lines about bad rows in their order, also before a resume
         self.kinds = copy.deepcopy(NO_KIND)
         # The thread has a copy, because rank 0 may save the original at the same time.
         self.documents = tokenize.DocumentTokenizer(copy.deepcopy(tokenizer))
@@ -82,8 +76,7 @@ class Stream:
         self.order_of_group = functools.lru_cache(2)(
             lambda group: np.random.default_rng([args.seed, group]).permutation(self.num_slots)
         )
-        # Sequences of the whole run; there are no epochs.
-        self.num_sequences = (args.max_steps or 0) * self.num_slots
+        self.num_sequences = (args.max_steps or 0) * self.num_slots  # of the run, without epochs
         all_ranks = args.batch_size * ctx.world_size
         # The numbers of the slots of this rank, for each micro-batch.
         self.layout = [
@@ -95,8 +88,8 @@ class Stream:
         self.waiting: dict[int, deque[Unit]] = {n: deque() for n in numbers}
         self.sequences = {n: self._sequences_of(n) for n in numbers}
         self.units, self.last, self.rows_in_pass = self._read_units(START), START, 0
-        facts = {"name": args.dataset, "sha256": source.fingerprint, "streaming": True}
-        self.facts: dict[str, Any] = {**facts, "tokens": None, "blocks": None}  # for results.json
+        self.facts: dict[str, Any] = {"name": args.dataset, "sha256": source.fingerprint}
+        self.facts |= {"streaming": True, "tokens": None, "blocks": None}  # for results.json
         self._ahead = read_ahead(self._read_steps(), STEPS_AHEAD)
         self._live: Iterator[batches.StepBatch] | None = None
 
@@ -123,8 +116,7 @@ class Stream:
         Args:
             state: what `progress` returned; None for a run without --streaming.
         Raises:
-            UserError: the checkpoint is from a run without --streaming or with another global batch
-                size, or an earlier version divided the corpus into other rows.
+            UserError: the state is of another kind of run.
         """
         slots = state["lanes"] if state else {}
         same = not slots or set(map(int, slots)) == set(range(self.num_slots))
@@ -320,8 +312,8 @@ def read_ahead(
 ) -> Generator[batches.StepBatch, None, None]:
     """Read up to `depth` steps of an endless iterator ahead, in a thread, in their order.
 
-    An error of `steps` is raised at the position of the item that it replaces. Nothing is read
-    before the first item is requested, because a stream may have to be resumed before.
+    An error is raised where its step would be. Nothing is read before the first step is requested,
+    because a stream may have to be resumed before.
     """
     thread, items = ThreadPoolExecutor(1, "read ahead"), deque[Future]()
     try:
@@ -357,5 +349,5 @@ def open_stream(
             validation = validation.pack()
             facts["blocks"] = validation.num_sequences
         train.facts["validation"] = {**facts, "bad_rows": prepared["bad_rows"]}
-        tokenize.print_splits(ctx, args, {"validation": train.facts["validation"]}, tokenizer)
+        tokenize.print_splits(ctx, {"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts

@@ -75,23 +75,19 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
     return prepared
 
 
-def print_splits(ctx: DistContext, args: Arguments, facts: dict[str, dict], tokenizer: Any) -> None:
-    """Print one line for each split; `facts` has their counts, see batches.open_split."""
+def print_splits(ctx: DistContext, facts: dict[str, dict], tokenizer: Any) -> None:
+    """Print the formats, and one line for each split; `facts` has counts of batches.open_split."""
     rows = [split for split in facts.values() if "kind" in split]
     kinds = [split["kind"] for split in rows]
     formats = dict.fromkeys(name for split in rows for name in split["formats"])
     print_format(ctx, formats, "chat" if "chat" in kinds else kinds[0], tokenizer)
+    names = {"rows": "rows", "tokens": "tokens", "blocks": "sequences"}
+    names |= {flaw: flaw for flaw in ("truncated", "skipped")}
     for name, split in facts.items():
-        line = f"{split['blocks']:,} sequences held out of the corpus"
-        if "rows" in split:
-            most = " at most" if split["kind"] in ("chat", "pair") else ""
-            line = f"{split['rows']:,} rows, {split['tokens']:,} tokens, {split['blocks']:,} "
-            line += f"sequences of{most} {args.seq_length} tokens"
-            if "padding_share" in split:
-                line += f", {split['padding_share']:.1%} padding"
-            for flaw in ("truncated", "skipped"):
-                line += f", {split[flaw]:,} {flaw}" if split[flaw] else ""
-        ctx.console.print0(f"📚 {name}: {line}")
+        counts = [f"{split[key]:,} {word}" for key, word in names.items() if split.get(key)]
+        if "padding_share" in split:
+            counts.append(f"{split['padding_share']:.1%} padding")
+        ctx.console.print0(f"📚 {name}: {', '.join(counts)}")
 
 
 def print_format(
@@ -103,12 +99,7 @@ def print_format(
 
         if chat.use_plain_template(tokenizer):
             ctx.console.warn(chat.PLAIN_NOTICE)
-    result = {
-        "chat": "conversations in the chat template, the assistant's messages are trained",
-        "pair": "prompts and completions, the completions are trained",
-        "text": "documents, all tokens are trained",
-    }[kind or "text"]
-    ctx.console.print0(f"🔎 Format: {', '.join(formats)} → {result}")
+    ctx.console.print0(f"🔎 Format: {', '.join(formats)} ({kind or 'text'})")
 
 
 def tokenize_once(
