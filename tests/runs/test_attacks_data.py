@@ -211,7 +211,7 @@ def test_a_file_of_another_type_in_a_folder_of_texts(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text(TEXT + "more")
     (tmp_path / "package.json").write_text('{"name": "x", "version": 1}')
-    with pytest.raises(UserError, match=r"package.json, entry 1: no .*'text', but name"):
+    with pytest.raises(UserError, match=r"package.json, line 1: no .*'text', but name"):
         tokenized(tmp_path, tokenizer, tmp_path.parent / "cache")
     found = tokenized(tmp_path, tokenizer, tmp_path.parent / "cache", "--include", "*.txt")
     assert found["splits"]["train"]["rows"] == 2
