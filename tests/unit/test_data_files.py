@@ -73,3 +73,17 @@ def test_include_chooses_files(tmp_path):
         assert [str(file.relative_to(tmp_path)) for file in found] == chosen
     with pytest.raises(UserError, match=r"--include \*.csv.* 3 .txt"):
         files_of(tmp_path, "x", "*.csv")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--validation_split 0.2 --validation_file README.md", "--validation_file"),
+        ("--streaming", "--max_steps"),
+        ("--streaming --max_steps 3", "pydocs"),
+        ("--text_column a --prompt_column b", "--prompt_column"),
+    ],
+)
+def test_wrong_flags_of_the_data(flags, said):
+    with pytest.raises(UserError, match=said):
+        parse_arguments(flags.split())
