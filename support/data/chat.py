@@ -129,10 +129,9 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 class Encoder:
     """An encoder of conversations and pairs into token ids, where a token t without a loss is ~t.
 
-    If the chat template has {% generation %} blocks, they determine the valid tokens. Otherwise the
-    conversation is rendered a second time with a mark in place of each of the assistant's texts.
-    The valid tokens are those at the positions of the marks, and the special token that follows and
-    ends the turn. The first `Row.context` messages have no valid tokens.
+    {% generation %} blocks of the chat template determine the valid tokens. Without them the
+    conversation is rendered a second time, with marks in place of the assistant's texts. The valid
+    tokens are those at the marks, and the special token that follows and ends the turn.
     """
 
     def __init__(self, tokenizer: Any) -> None:

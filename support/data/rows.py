@@ -146,11 +146,7 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
 
 
 def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
-    """Convert a text or an object with the keys of a format; a BadRow has the reason if it fails.
-
-    Args:
-        where: its place, for messages.
-    """
+    """Convert a text or an object with the keys of a format; `where` is its place, for messages."""
     if isinstance(row, BadRow):
         return row
     if isinstance(row, str):
@@ -180,8 +176,7 @@ def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
 def check_kind(row: Row | BadRow, facts: dict[str, Any]) -> Row | BadRow:
     """Return the row, or a BadRow if it is of another kind than the rows before it.
 
-    Args:
-        facts: gets the "kind" of the rows (None before the first one) and the list of "formats".
+    `facts` gets the "kind" of the rows (None before the first one) and the list of "formats".
     """
     if isinstance(row, BadRow):
         return row
@@ -205,9 +200,6 @@ def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
     """Open a corpus ("pydocs", a file, a folder, or a dataset on the hub) and --validation_file.
 
     With --eval_only, only the validation data if it does not depend on the training data.
-
-    Raises:
-        UserError: the corpus does not exist or cannot be read, or has no known split or column.
     """
     corpus = Source("", {})
     if not (args.validation_file and evaluates_only(args)):
@@ -226,9 +218,6 @@ def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -
     """Open the training split of --dataset for --streaming; every rank must call it.
 
     The fingerprint covers the beginnings and ends of files, which are never read completely.
-
-    Raises:
-        UserError: the corpus does not exist or cannot be read.
     """
     name = args.dataset
     digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
@@ -311,8 +300,7 @@ def rows_of_file(file: Path, options: RowOptions) -> Iterator[Row | BadRow]:
     """Yield the rows of a file, or the only document of a text file.
 
     Raises:
-        UserError: during iteration, also over the pieces of a document: the file cannot be read, or
-            the rest of it is not of its format.
+        UserError: during iteration, also over the pieces of a document: the file cannot be read.
     """
     if read := READERS.get(type_of(file)):
         with reading(file):

@@ -6,9 +6,8 @@ end-of-text token between them. Examples follow each other; a token t without a 
 length of a sequence, so one cached corpus serves every --seq_length.
 
 Long documents are tokenized in pieces, with exactly the ids of the whole document. A text is cut
-after a line break, or else before a space between two words. Before a cut is used, the tokenizer
-shows on a few hundred characters around it that tokens(left + right) = tokens(left) +
-tokens(right). If it does not, the next place is tried; a text without such a place is tokenized as
+after a line break, or else before a space, where tokens(left + right) = tokens(left) +
+tokens(right) for a few hundred characters on each side; a text without such a place is tokenized as
 a whole. Each piece is tokenized after the character that precedes it, because a tokenizer may
 treat the beginning of a text differently (Llama 2 inserts a space there).
 """
@@ -56,9 +55,8 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
     """Read and tokenize a corpus once per node, unless the cache has it; all ranks must call it.
 
     Returns:
-        What `tokenize_once` returns.
+        What `tokenize_once` returns, which also describes the errors.
     Raises:
-        UserError: see `rows.open_source` and `tokenize_once`.
         TrainingError: the text of the dataset differs between nodes.
     """
 
@@ -81,10 +79,9 @@ def print_splits(ctx: DistContext, facts: dict[str, dict], tokenizer: Any) -> No
     kinds = [split["kind"] for split in rows]
     formats = dict.fromkeys(name for split in rows for name in split["formats"])
     print_format(ctx, formats, "chat" if "chat" in kinds else kinds[0], tokenizer)
-    names = {"rows": "rows", "tokens": "tokens", "blocks": "sequences"}
-    names |= {flaw: flaw for flaw in ("truncated", "skipped")}
     for name, split in facts.items():
-        counts = [f"{split[key]:,} {word}" for key, word in names.items() if split.get(key)]
+        keys = [k for k in ("rows", "tokens", "blocks", "truncated", "skipped") if split.get(k)]
+        counts = [f"{split[key]:,} {key.replace('blocks', 'sequences')}" for key in keys]
         if "padding_share" in split:
             counts.append(f"{split['padding_share']:.1%} padding")
         ctx.console.print0(f"📚 {name}: {', '.join(counts)}")
