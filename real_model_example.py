@@ -62,7 +62,6 @@ from support.checkpoints.manager import CheckpointManager, TrainingObjects
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data import batches as data
-from support.data import streaming
 from support.model import resolve as models
 from support.model.loss import next_token_loss
 from support.report.run import Run
@@ -421,7 +420,9 @@ def open_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any
         The training sequences, the validation sequences, and the dataset's entry in results.json.
     """
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
-    open_data = streaming.open_stream if args.streaming else data.open_tokenized
+    open_data: Any = data.open_tokenized
+    if args.streaming:
+        from support.data.streaming import open_stream as open_data
     train_data, validation, facts = open_data(args, ctx, tokenizer)
     data.check_validation(validation, args)
     return train_data, validation, facts

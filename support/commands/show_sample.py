@@ -8,7 +8,7 @@ import numpy as np
 
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
-from support.data import batches, streaming
+from support.data import batches
 from support.errors import EXIT_COMPLETED
 from support.labels import IGNORED
 from support.model import resolve as models
@@ -19,6 +19,8 @@ def show_sample(args: Arguments, ctx: DistContext) -> int:
     tokenizer, positions = models.find_tokenizer(args, ctx)
     args = args.replace(seq_length=choose_seq_length(args, positions))
     if args.streaming:
+        from support.data import streaming
+
         stream, _, _ = streaming.open_stream(args, ctx, tokenizer)
         inputs, labels = next(stream.step_batches(ctx.device)).batches[0][:2]
     else:

@@ -1,7 +1,6 @@
 """The training data: from --dataset to batches of token ids.
 
-formats     the formats of a row, and the document or example that a row becomes
-rows        the rows of a corpus: from files, from the hub, or Python's reference
+rows        the rows of a corpus and their formats: from files, from the hub, or Python's reference
 chat        conversations and prompt-completion pairs as token ids
 tokenize    a corpus tokenized once, in the cache of the node
 sequences   which tokens a sequence has, packing, mixtures, and the tensors of a micro-batch

@@ -5,10 +5,8 @@ The order is the same for any number of ranks and any strategy.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +19,7 @@ from support.cli.conflicts import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data import tokenize
 from support.data.rows import evaluates_only
-from support.data.sequences import MicroBatch, Mixture, Padding, Sequences
+from support.data.sequences import MicroBatch, Padding, Sequences, mix
 from support.errors import UserError
 from support.files.atomic import digest_of_json
 from support.labels import IGNORED
@@ -36,15 +34,11 @@ TEXT_IS_PACKED = (
     "padding: use --isolate_documents."
 )
 
-# ------------------------------------------------------------------------------------------- splits
-
 
 def open_tokenized(
     args: Arguments, ctx: DistContext, tokenizer: Any
-) -> tuple[Sequences | Mixture, Sequences | Mixture, dict]:
+) -> tuple[Sequences, Sequences, dict]:
     """Tokenize the corpus, or find its tokens in the cache, and cut them into sequences.
-
-    With --eval_only there may be no training sequences; see `rows.open_source`.
 
     Returns:
         (training sequences, validation sequences, the dataset's entry in results.json).
@@ -62,23 +56,17 @@ def _open_dataset(
     """Do what `open_tokenized` does for one dataset."""
     prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
     train, validation, facts = split_sequences(prepared, args, Padding.of(args, ctx.device.type))
-    tokenize.print_splits(ctx, args, facts, tokenizer)
-    tokenize.warn_of_joined(ctx, args, prepared["splits"])
-    kind = facts["validation"]["kind"] if "train" not in facts else None
-    entry = {"name": name, "sha256": None, "tokens": 0, "blocks": 0, "kind": kind}
-    entry |= facts.get("train", {})
-    entry |= {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
-    return train, validation, entry
+    tokenize.print_splits(ctx, facts, tokenizer)
+    nothing = {"sha256": None, "tokens": 0, "blocks": 0, "kind": facts["validation"].get("kind")}
+    found = {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
+    return train, validation, {"name": name, **facts.get("train", nothing), **found}
 
 
 def _open_mixture(
     args: Arguments, ctx: DistContext, tokenizer: Any
-) -> tuple[Mixture, Sequences | Mixture, dict]:
-    """Do what `open_tokenized` does for several datasets.
-
-    The evaluation uses the validation sequences of each dataset once, or only --validation_file.
-    """
-    # The training sequences of each, also with --eval_only.
+) -> tuple[Sequences, Sequences, dict]:
+    """Do what `open_tokenized` does for several datasets."""
+    # All training sequences of each, also with --eval_only.
     whole = args.replace(num_samples=None, eval_only=False)
     datasets, validations, entries = [], [], []
     for name, _ in args.mixture:
@@ -88,9 +76,9 @@ def _open_mixture(
         validations.append(validation)
         entries.append(entry)
     weights = [Fraction(weight) for _, weight in args.mixture if weight]
-    mixture = Mixture.of(datasets, weights)
+    mixture = mix(datasets, weights)
     mixture = mixture.take(args.num_samples or mixture.num_sequences)
-    for named, count, entry in zip(args.mixture, mixture.counts, entries, strict=True):
+    for named, (_, count), entry in zip(args.mixture, mixture.shares, entries, strict=True):
         if not count:
             raise UserError(
                 f"--dataset {named} has less than one sequence in an epoch of "
@@ -99,7 +87,7 @@ def _open_mixture(
         entry |= {"weight": named.weight, "blocks_per_epoch": count}
         share = count / mixture.num_sequences
         ctx.console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
-    evaluated = validations[0] if args.validation_file else Mixture.of(validations)
+    evaluated = validations[0] if args.validation_file else mix(validations)
     held_out = [entry["validation"].get("sha256") for entry in entries]
     kinds = {entry["kind"] for entry in entries}
     facts = {
@@ -122,16 +110,12 @@ def _open_mixture(
 def split_sequences(
     prepared: dict, args: Arguments, padding: Padding
 ) -> tuple[Sequences, Sequences, dict]:
-    """Return the training and validation sequences of a tokenized corpus.
+    """Return the training and validation sequences of a tokenized corpus, and facts by split.
 
     If the corpus has no validation split, or with --validation_split, a share of the training
     sequences is held out: the end of a token stream, or randomly drawn examples. A corpus of one
     sequence holds out none.
 
-    Args:
-        prepared: what `tokenize.tokenize_once` returned.
-    Returns:
-        (training sequences, validation sequences, {"train", "validation": facts of `open_split`}).
     Raises:
         UserError: the corpus or --validation_file is shorter than one sequence.
     """
@@ -174,12 +158,8 @@ def padding_share(train: Sequences, args: Arguments) -> float:
 def open_split(
     prepared: dict, name: str, args: Arguments, padding: Padding
 ) -> tuple[Sequences, dict]:
-    """Return all sequences of a split, and facts about it.
+    """Return all sequences of a split, and the facts about it for results.json.
 
-    Returns:
-        (sequences, {"kind", "formats", "rows", "tokens", "sha256", "truncated", "skipped",
-        "blocks"}), where "truncated", "skipped" and "blocks" count examples that are cut to
-        --seq_length, rows that are not used, and sequences.
     Raises:
         UserError: the training split is empty or shorter than one sequence.
     """
@@ -205,12 +185,11 @@ def open_split(
             f"The corpus has {split['tokens']:,} tokens, less than one sequence with a target "
             f"within --seq_length {length}: use another --seq_length or more text."
         )
-    sequences = Sequences.of(f"{path}.bin", split["dtype"], ranges, padding)
-    sequences = replace(sequences, end_of_text=end_of_text)
+    sequences = Sequences.of((f"{path}.bin", split["dtype"], end_of_text), ranges, padding)
     return sequences, {**facts, "blocks": sequences.num_sequences}
 
 
-def check_validation(validation: Sequences | Mixture, args: Arguments) -> None:
+def check_validation(validation: Sequences, args: Arguments) -> None:
     """Check that there is something to evaluate on if a flag needs evaluations."""
     needed = [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
     if needed and not validation.num_sequences:
@@ -274,7 +253,7 @@ def train_state(counters: dict, train: Any, args: Arguments, world_size: int) ->
     return state
 
 
-def fill_up(sequences: Sequences | Mixture, indices: np.ndarray, rows: int) -> MicroBatch:
+def fill_up(sequences: Sequences, indices: np.ndarray, rows: int) -> MicroBatch:
     """Read a micro-batch [rows, length]; missing sequences become rows that the loss ignores."""
     inputs, labels, positions = sequences.read(indices)
     padding = (0, 0, 0, rows - len(indices))
@@ -307,20 +286,3 @@ def copy_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[Ste
         ahead = step_batch
     if ahead:
         yield ahead
-
-
-def read_ahead(steps: Iterator[StepBatch], depth: int) -> Generator[StepBatch, None, None]:
-    """Read up to `depth` steps of an endless iterator ahead, in a thread, in their order.
-
-    An error of `steps` is raised at the position of the item that it replaces. Nothing is read
-    before the first item is requested, because a stream may have to be resumed before.
-    """
-    thread, items = ThreadPoolExecutor(1, "read ahead"), deque[Future]()
-    try:
-        while True:
-            while len(items) <= depth:
-                items.append(thread.submit(next, steps))
-            yield items.popleft().result()
-    finally:  # wait for the item in progress, but not for a network that hangs
-        thread.shutdown(wait=False, cancel_futures=True)
-        wait([item for item in items if not item.cancelled()], 30)

@@ -1,20 +1,22 @@
-"""Conversations and prompt-completion pairs as token ids, of which some are valid.
+"""Conversations and prompt-completion pairs: from the keys of a row to token ids.
 
-The loss counts the valid tokens: the assistant's messages, or the completion.
+The loss counts the valid ones: those of the assistant's messages, or the completion.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import numpy as np
 
-from support.data.formats import BadRow, Example
 from support.errors import UserError, first_line
+from support.files.user_files import shown
+
+if TYPE_CHECKING:
+    from support.data.rows import Row
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
 # (if the tokenizer has one) after each answer.
@@ -30,130 +32,183 @@ PLAIN_NOTICE = (
     "This tokenizer has no chat template, so conversations get a plain one (### User: …): "
     "use --chat_template FILE for another one."
 )
-# Replaces an assistant's text when a conversation is rendered to find the text's position; the two
-# characters around the number are from Unicode's private use area.
+# Stands for an assistant's text when a conversation is rendered to find the position of the text;
+# the characters around the number are from Unicode's private use area.
 MARK = "\ue000{}\ue001"
-# What a template raises for a row that it does not accept: jinja2's errors, and Python's for the
-# operations in it.
-TEMPLATE_ERRORS: tuple[type[Exception], ...] = (
-    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError),
+# Keys of a message whose values would not be trained on: only text is.
+UNSUPPORTED = (
+    *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"),
+    *("images", "image", "audio"),
 )
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's names
+ROLES |= {name: name for name in ("system", "developer", "user", "assistant")}
+# The prompt of the Alpaca dataset (github.com/tatsu-lab/stanford_alpaca), for models without a chat
+# template. The completion follows without a space, as in the project's own training script.
+ALPACA_PREAMBLE = (
+    "Below is an instruction that describes a task{}. "
+    "Write a response that appropriately completes the request."
+)
+ALPACA_INPUT = ", paired with an input that provides further context"
+
+# ------------------------------------------------------------------------------------ from the keys
 
 
-def template_of(tokenizer: Any) -> str | None:
-    """Return a tokenizer's chat template; of several, the one for conversations without tools."""
-    template = tokenizer.chat_template
-    return template.get("default") if isinstance(template, dict) else template
+def convert(row: dict[str, Any], template: str | dict | None) -> dict[str, Any]:
+    """Return the fields of a `rows.Row` that differ by its format.
+
+    Args:
+        row: values of the keys of a format.
+        template: the tokenizer's chat template. Without one, Alpaca's rows become pairs.
+    Raises:
+        ValueError: the row cannot be used, or is not UTF-8.
+    """
+    system = []
+    if row.get("system"):
+        system = [{"role": "system", "content": _text(row, "system")}]
+    for key in ("messages", "conversations"):
+        if key in row:
+            return {"kind": "chat", "messages": system + _messages(row, key)}
+    if "instruction" in row:
+        return _alpaca(row, system, as_chat=template not in (None, "", PLAIN_TEMPLATE))
+    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+        prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
+        name = "prompt and completion, each a list of messages"
+        conversation = {"messages": prompt + completion, "context": len(prompt)}
+        return {"kind": "chat", "format": name, **conversation}
+    return {"kind": "pair", **{key: _text(row, key) for key in ("prompt", "completion")}}
 
 
-def has_own_template(tokenizer: Any) -> bool:
-    """Return whether a tokenizer has a chat template other than PLAIN_TEMPLATE."""
-    return template_of(tokenizer) not in (None, "", PLAIN_TEMPLATE)
+def _alpaca(row: dict[str, Any], system: list[dict], as_chat: bool) -> dict[str, Any]:
+    task, answer = _text(row, "instruction"), _text(row, "output")
+    context = _text(row, "input") if row["input"] else ""
+    if as_chat:
+        asked = {"role": "user", "content": "\n".join(filter(None, (task, context)))}
+        messages = [*system, asked, {"role": "assistant", "content": answer}]
+        return {"kind": "chat", "messages": messages}
+    preamble = ALPACA_PREAMBLE.format(ALPACA_INPUT if context else "")
+    preamble = system[0]["content"] if system else preamble
+    heading = f"\n\n### Input:\n{context}" if context else ""
+    question = f"{preamble}\n\n### Instruction:\n{task}{heading}\n\n### Response:"
+    return {"kind": "pair", "prompt": question, "completion": answer}
+
+
+def _messages(row: Mapping[str, Any], name: str) -> list[dict]:
+    if not isinstance(row[name], list) or not row[name]:
+        raise ValueError(f"{name!r} is not a list of messages")
+    return [_message(message) for message in row[name]]
+
+
+def _message(message: Any) -> dict:
+    """Return a message with `role` and `content` (ShareGPT: `from` and `value`)."""
+    if not isinstance(message, dict):
+        raise ValueError("a message is not an object with 'role' and 'content'")
+    keys = ("role", "content") if message.get("role") is not None else ("from", "value")
+    role, content = (message.get(key) for key in keys)
+    if role not in ROLES:
+        raise ValueError(f"a message has the role {shown(repr(role))}: use one of {list(ROLES)}")
+    if lost := [key for key in UNSUPPORTED if message.get(key)]:
+        raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+            raise ValueError(f"a message has {shown(content)}: only text is trained on")
+        content = "".join(_text(part, "text") for part in content)
+    return {"role": ROLES[role], "content": _text({keys[1]: content}, keys[1])}
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    text = row.get(key)
+    if not isinstance(text, str):
+        raise ValueError(f"{key!r} is not a text but {shown(repr(text), 40)}")
+    text.encode()
+    return text
+
+
+# ------------------------------------------------------------------------------------- to token ids
 
 
 class Encoder:
-    """An encoder of examples into token ids, where a token t without a loss is ~t.
+    """An encoder of conversations and pairs into token ids, where a token t without a loss is ~t.
 
-    If the chat template has {% generation %} blocks, they determine the valid tokens. Otherwise the
-    conversation is rendered a second time with a mark in place of each of the assistant's texts.
-    The valid tokens are those at the positions of the marks, and the special token that follows and
-    ends the turn. The first `Example.context` messages have no valid tokens.
+    {% generation %} blocks of the chat template determine the valid tokens. Without them the
+    conversation is rendered a second time, with marks in place of the assistant's texts. The valid
+    tokens are those at the marks, and the special token that follows and ends the turn.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        template = template_of(tokenizer) or ""
-        self.marks_itself = re.search(r"\{%-?\s*generation\b", template) is not None
+        self.marks_itself = re.search(r"\{%-?\s*generation\b", _template_of(tokenizer)) is not None
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
 
-    def encode(self, examples: list[Example]) -> list[np.ndarray | BadRow]:
-        """Return for each example, all of one kind, its ids, int32 [tokens], or a BadRow.
+    def encode(self, row: Row) -> np.ndarray:
+        """Return the ids of a row, int32 [tokens].
 
         Raises:
+            ValueError: the row cannot be used.
             UserError: the chat template has a syntax error.
         """
-        if examples[0].kind == "pair":
-            return self._encode_pairs(examples)
-        return [self._encode_chat(example, example.messages or []) for example in examples]
+        if row.kind == "pair":
+            return self._pair(row.prompt, row.completion)
+        messages = list(row.messages)
+        numbered = list(enumerate(messages))[row.context :]
+        answers = [number for number, message in numbered if message["role"] == "assistant"]
+        if self.marks_itself:
+            ids = self._by_template(messages, row.context)
+        else:
+            ids = self._by_marks(messages, answers)
+        says = self.marks_itself or any(messages[n]["content"].strip() for n in answers)
+        if not says or not (ids[1:] >= 0).any():
+            roles = ", ".join(sorted({message["role"] for message in messages}))
+            raise ValueError(f"the assistant says nothing (roles: {roles})")
+        return ids
 
-    def _encode_pairs(self, examples: list[Example]) -> list[np.ndarray | BadRow]:
+    def _pair(self, prompt: str, completion: str) -> np.ndarray:
         """Encode prompt and completion separately, followed by the end-of-text token.
 
         The prompt is encoded alone because it is alone when the trained model is used.
         """
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        prompts = self.tokenizer([e.prompt for e in examples], verbose=False)["input_ids"]
-        completions = self.tokenizer(
-            [e.completion for e in examples], add_special_tokens=False, verbose=False
-        )["input_ids"]
-        rows: list[np.ndarray | BadRow] = []
-        for example, prompt, completion in zip(examples, prompts, completions, strict=True):
-            if end and prompt[-1:] == end:  # some tokenizers append it to every text
-                prompt = prompt[:-1]
-            completion = completion + end if completion and example.completion.strip() else []
-            row = _masked(prompt + completion, np.arange(len(prompt + completion)) >= len(prompt))
-            usable = (row[1:] >= 0).any()
-            rows.append(row if usable else BadRow(f"{example.where}: the completion is empty."))
-        return rows
+        before = self.tokenizer(prompt, verbose=False)["input_ids"]
+        if end and before[-1:] == end:  # some tokenizers append it to every text
+            before = before[:-1]
+        after = self.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = before + after + end
+        if not after or not completion.strip() or len(ids) < 2:
+            raise ValueError("the completion is empty")
+        return _masked(ids, np.arange(len(ids)) >= len(before))
 
-    def _encode_chat(self, example: Example, messages: list[dict]) -> np.ndarray | BadRow:
-        try:
-            text = self.render(messages)
-            for number, message in enumerate(messages):
-                # A message that is not in the text is missing, or the template changes it.
-                kept = message["content"].strip() in text
-                if not kept and MARK.format(number) not in self.render(messages, [number]):
-                    role = message["role"]
-                    raise BadRow(f"the template leaves out the message of the role {role!r}")
-            encode = self._by_template if self.marks_itself else self._by_marks
-            row = encode(example, messages, text)
-        except BadRow as flaw:
-            return BadRow(f"{example.where}: {flaw}")
-        says = self.marks_itself or any(messages[n]["content"].strip() for n in example.answers)
-        if says and (row[1:] >= 0).any():
-            return row
-        roles = ", ".join(sorted({message["role"] for message in messages}))
-        return BadRow(f"{example.where}: the assistant says nothing (roles: {roles}).")
-
-    def render(self, messages: list[dict], marked: Sequence[int] = (), **options: Any) -> Any:
-        """Return the text of a conversation, with marks in place of the messages `marked`.
+    def render(self, messages: list[dict], **options: Any) -> Any:
+        """Return the text of a conversation.
 
         Raises:
-            BadRow: the template refuses the conversation.
+            ValueError: the template refuses the conversation.
             UserError: the template has a syntax error, so other rows fail as well.
         """
-        messages = [
-            {**message, "content": MARK.format(number)} if number in marked else message
-            for number, message in enumerate(messages)
-        ]
         try:
             return self.tokenizer.apply_chat_template(messages, **({"tokenize": False} | options))
         except jinja2.TemplateSyntaxError as error:
             problem = f"line {error.lineno}: {error.message}"
             raise UserError(f"The chat template cannot be read: {problem}.") from error
-        except TEMPLATE_ERRORS as error:
-            reason = first_line(error, 200)
-            raise BadRow(f"the chat template refuses it: {reason}") from error
+        except Exception as error:
+            raise ValueError(f"the chat template refuses it: {first_line(error, 200)}") from error
 
-    def _by_template(self, example: Example, messages: list[dict], text: str) -> np.ndarray:
-        encoded = self.render(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+    def _by_template(self, messages: list[dict], context: int) -> np.ndarray:
+        options = {"tokenize": True, "return_dict": True}
+        encoded = self.render(messages, return_assistant_tokens_mask=True, **options)
         ids, mask = encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool)
-        if example.context:
-            prompt = self.render(messages[: example.context], tokenize=True, return_dict=True)
-            if ids[: len(prompt["input_ids"])] != prompt["input_ids"]:
-                raise BadRow("the chat template renders the prompt differently if it is alone.")
-            mask[: len(prompt["input_ids"])] = False
+        if context:
+            prompt = self.render(messages[:context], **options)["input_ids"]
+            if ids[: len(prompt)] != prompt:
+                raise ValueError("the chat template renders the prompt differently if it is alone")
+            mask[: len(prompt)] = False
         return _masked(ids, mask)
 
-    def _by_marks(self, example: Example, messages: list[dict], text: str) -> np.ndarray:
-        answers = [messages[number]["content"] for number in example.answers]
-        ranges = self._find(answers, text, self.render(messages, example.answers))
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+    def _by_marks(self, messages: list[dict], answers: list[int]) -> np.ndarray:
+        text, marked = self.render(messages), list(messages)
+        for number in answers:
+            marked[number] = {"role": "assistant", "content": MARK.format(number)}
+        ranges = self._find([messages[n]["content"] for n in answers], text, self.render(marked))
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        encoded = self.tokenizer(text, verbose=False, **options)
         starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
         mask = np.zeros(len(starts), dtype=bool)
         for start, end in ranges:
@@ -169,9 +224,9 @@ class Encoder:
             if len(around) == len(texts) + 1 and around[0] + "".join(map("".join, pairs)) == text:
                 break
         else:
-            raise BadRow(
+            raise ValueError(
                 "the chat template changes the assistant's text, so its position is unknown: use "
-                "a template with {% generation %} blocks (--chat_template)."
+                "a template with {% generation %} blocks (--chat_template)"
             )
         ranges, start = [], len(around[0])
         for answer, suffix in pairs:
@@ -189,8 +244,25 @@ def _masked(ids: list[int], mask: np.ndarray) -> np.ndarray:
     return np.where(mask, array, ~array)
 
 
-@dataclass(frozen=True)
-class Prompt:
+def _template_of(tokenizer: Any) -> str:
+    """Return a tokenizer's chat template; of several, the one for conversations without tools."""
+    template = tokenizer.chat_template
+    return (template.get("default") if isinstance(template, dict) else template) or ""
+
+
+def use_plain_template(tokenizer: Any) -> bool:
+    """Set PLAIN_TEMPLATE on a tokenizer without a template; return whether it has this one.
+
+    Raises:
+        UserError: the tokenizer is a slow one, which does not give the characters of a token.
+    """
+    if not tokenizer.is_fast:
+        raise UserError("Conversations need a model with a fast tokenizer (tokenizer.json).")
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
+    return tokenizer.chat_template == PLAIN_TEMPLATE
+
+
+class Prompt(NamedTuple):
     """What --generate continues."""
 
     ids: list[int]  # its token ids
@@ -205,30 +277,14 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
     Raises:
         UserError: the template refuses the text, or the tokenizer returns no token.
     """
-    is_chat = as_chat and template_of(tokenizer) is not None
+    is_chat = as_chat and bool(_template_of(tokenizer))
     messages, rendered = [{"role": "user", "content": text}], text
     if is_chat:
         try:
             rendered = Encoder(tokenizer).render(messages, add_generation_prompt=True)
-        except UserError as error:
+        except (UserError, ValueError) as error:
             raise UserError(f"--generate: {error}: use another --chat_template FILE.") from error
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     if not ids:
         raise UserError(f"--generate {text!r}: this model's tokenizer returns no token for it.")
     return Prompt(ids, is_chat)
-
-
-def use_plain_template(tokenizer: Any, kind: str | None) -> bool:
-    """Set PLAIN_TEMPLATE on a tokenizer without a template, and return whether it is needed.
-
-    Args:
-        kind: of the rows, "chat", "pair" or "text"; None if there are no rows.
-    Raises:
-        UserError: the tokenizer is a slow one, which does not give the characters of a token.
-    """
-    if kind == "chat" and not tokenizer.is_fast:
-        raise UserError("Conversations need a model with a fast tokenizer (tokenizer.json).")
-    if kind != "chat" or tokenizer.chat_template not in (None, PLAIN_TEMPLATE):
-        return False
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +26,16 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 # Stored token ids of a part of a sequence, and the id of the token that ends a document in it, if
 # its documents are isolated from each other.
 Part = tuple[np.ndarray, int | None]
+# Path of a flat array of token ids; its type, negative numbers only in that of examples; and the id
+# that ends a document, see `Part`.
+TokenFile = tuple[str, str, int | None]
 
 
-@dataclass(frozen=True)
-class Padding:
+class Padding(NamedTuple):
     """The length of a micro-batch."""
 
     seq_length: int
-    # Of the length. It suits matrix units, and on a GPU there are few lengths, because cuDNN
+    # Of the length: it suits matrix units, and on a GPU there are few lengths, because cuDNN
     # prepares attention for each anew.
     multiple: int
 
@@ -40,9 +43,10 @@ class Padding:
     def of(cls, args: Arguments, device_type: str) -> Padding:
         """Return the padding of a run on a type of device ("cpu" or "cuda")."""
         # --compile compiles each length anew; --simulate_gpus must show the largest memory use.
-        if args.compile or args.simulate_gpus:
-            return cls(args.seq_length, args.seq_length)
-        return cls(args.seq_length, 64 if device_type == "cuda" else 8)
+        whole = args.compile or args.simulate_gpus
+        return cls(
+            args.seq_length, args.seq_length if whole else 64 if device_type == "cuda" else 8
+        )
 
     def length(self, longest: np.ndarray | int) -> np.ndarray:
         """Return the length of micro-batches whose longest sequences have `longest` tokens."""
@@ -88,35 +92,41 @@ def _positions_of(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a split of one corpus, which are read from disk when they are needed."""
+    """The sequences of a split, which are read from disk when they are needed.
 
-    path: str  # of the flat array of token ids
-    dtype: str  # its type; negative numbers are only in those of examples
-    ranges: np.ndarray  # int64 [ranges, 2]: start and end of each range
+    Those of several datasets are numbered dataset after dataset. A dataset that is larger than its
+    share contributes a part of its sequences to each epoch, the next part to the next one, and
+    repeats none before all were used.
+    """
+
+    files: tuple[TokenFile, ...]
+    ranges: np.ndarray  # int64 [ranges, 3]: number of a file, start and end of a range in it
     ends: np.ndarray  # int64 [sequences]: where each sequence ends in `ranges`
     padding: Padding
-    end_of_text: int | None = None  # see `Part`
     packed: bool = False
+    # Of several datasets: (number of its sequences, how many of them are in an epoch).
+    shares: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, path: str, dtype: str, ranges: np.ndarray, padding: Padding) -> Sequences:
-        """Return sequences of one range each."""
-        return cls(path, dtype, ranges, np.arange(1, len(ranges) + 1), padding)
+    def of(cls, file: TokenFile, ranges: np.ndarray, padding: Padding) -> Sequences:
+        """Return sequences of one range [start, end) each."""
+        numbered = np.insert(ranges, 0, 0, axis=1)
+        return cls((file,), numbered, np.arange(1, len(ranges) + 1), padding)
 
     @classmethod
     def none(cls, padding: Padding) -> Sequences:
         """Return no sequences."""
-        return cls.of("", "uint16", np.empty((0, 2), np.int64), padding)
+        return cls((), np.empty((0, 3), np.int64), np.empty(0, np.int64), padding)
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences."""
-        return len(self.ends)
+        """The number of sequences in an epoch."""
+        return sum(count for _, count in self.shares) if self.shares else len(self.ends)
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """The number of tokens of each sequence, without padding: int64 [sequences]."""
-        total = np.append(0, np.cumsum(self.ranges[:, 1] - self.ranges[:, 0]))
+        total = np.append(0, np.cumsum(self.ranges[:, 2] - self.ranges[:, 1]))
         return np.diff(total[self.ends], prepend=0)
 
     def parts(self, index: int) -> list[Part]:
@@ -125,12 +135,13 @@ class Sequences:
         The file is not mapped, because the pages of a mapping would count as memory of this
         process, and a shuffled epoch touches all of them.
         """
+        parts = []
         begin = self.ends[index - 1] if index else 0
-        size = np.dtype(self.dtype).itemsize
-        return [
-            (np.fromfile(self.path, self.dtype, end - start, offset=start * size), self.end_of_text)
-            for start, end in self.ranges[begin : self.ends[index]].tolist()
-        ]
+        for file, start, end in self.ranges[begin : self.ends[index]].tolist():
+            path, dtype, end_of_text = self.files[file]
+            offset = start * np.dtype(dtype).itemsize
+            parts.append((np.fromfile(path, dtype, end - start, offset=offset), end_of_text))
+        return parts
 
     def read(self, indices: np.ndarray) -> MicroBatch:
         """Return the sequences `indices`."""
@@ -140,20 +151,33 @@ class Sequences:
         """Return the number of tokens in these sequences, without padding."""
         return int(self.lengths[indices].sum())
 
+    def select(self, numbers: np.ndarray) -> Sequences:
+        """Return these sequences of one dataset."""
+        begins = np.append(0, self.ends[:-1])[numbers]
+        sizes = self.ends[numbers] - begins
+        ends = np.cumsum(sizes)
+        members = np.repeat(begins - ends + sizes, sizes) + np.arange(sizes.sum())
+        return replace(self, ranges=self.ranges[members], ends=ends)
+
     def take(self, count: int) -> Sequences:
-        """Return the first `count` sequences."""
-        return replace(self, ends=self.ends[:count])
+        """Return the first `count` sequences; of several datasets the first of each, in shares."""
+        if count >= self.num_sequences:
+            return self
+        if not self.shares:
+            return self.select(np.arange(count))
+        in_epoch = [share for _, share in self.shares]
+        counts = shares_of([Fraction(share) for share in in_epoch], in_epoch, count)
+        begins = np.cumsum([0, *(size for size, _ in self.shares)])
+        first = [begin + np.arange(own) for begin, own in zip(begins, counts, strict=False)]
+        taken = self.select(np.concatenate(first))
+        return replace(taken, shares=tuple((own, own) for own in counts))
 
     def hold_out(self, count: int, at_random: bool) -> tuple[Sequences, Sequences]:
-        """Return all sequences of one range but `count`, and these: random ones, or the last."""
+        """Return all sequences but `count`, and these: random ones, or the last."""
         order = np.arange(self.num_sequences)[::-1]
         if at_random:  # the same in each run
             order = np.random.default_rng(0).permutation(self.num_sequences)
-        kept, held_out = self.ranges[np.sort(order[count:])], self.ranges[np.sort(order[:count])]
-        return (
-            replace(self, ranges=kept, ends=np.arange(1, len(kept) + 1)),
-            replace(self, ranges=held_out, ends=np.arange(1, len(held_out) + 1)),
-        )
+        return self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
 
     def pack(self) -> Sequences:
         """Return the examples of this object packed into fewer sequences."""
@@ -161,22 +185,33 @@ class Sequences:
         return replace(self, ranges=self.ranges[members], ends=ends, packed=True)
 
     def epoch_order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the order of the sequences of an epoch, the same on every rank: int64."""
-        return np.random.default_rng([seed, epoch]).permutation(self.num_sequences)
+        """Return the numbers of an epoch's sequences in their order, the same on every rank."""
+        numbers = np.random.default_rng([seed, epoch])
+        if not self.shares:
+            return numbers.permutation(self.num_sequences)
+        chosen, begin = [], 0
+        for dataset, (size, count) in enumerate(self.shares):
+            if count:
+                # The dataset's own order is one permutation after the other.
+                first = (epoch - 1) * count
+                passes = range(first // size, (first + count - 1) // size + 1)
+                order = [
+                    np.random.default_rng([seed, dataset, n]).permutation(size) for n in passes
+                ]
+                first -= passes[0] * size
+                chosen.append(np.concatenate(order)[first : first + count] + begin)
+            begin += size
+        return numbers.permutation(np.concatenate(chosen))
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Distribute examples over few sequences by best-fit decreasing (Johnson et al., 1974).
 
-    The longest example first, each goes into the sequence with the least room that is enough, or
-    into a new one.
-
     Args:
         lengths: tokens of each example, from 1 to `capacity`.
     Returns:
-        (members, ends): the examples sequence after sequence, and where each sequence ends in
-        `members`. The sequences are in the order of their first example, and so are the examples of
-        a sequence.
+        (members, ends): the examples sequence after sequence, in their order, and where each
+        sequence ends in `members`.
     """
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by free tokens
     rooms = 0  # bit r is set if a sequence has r free tokens
@@ -205,11 +240,8 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 def shares_of(weights: list[Fraction], sizes: list[int], most: int | None = None) -> list[int]:
     """Return how many sequences each dataset contributes to an epoch.
 
-    Args:
-        weights: a number for each dataset, 0 for none of it; only their ratios count.
-        most: maximum number of all sequences; None: as many as fit without a repetition.
-    Returns:
-        Whole numbers in the ratios of the weights, rounded by the largest remainders.
+    They are in the ratios of the weights, rounded by the largest remainders, and `most` in all or
+    as many as fit without a repetition.
     """
     shares = [weight / sum(weights) for weight in weights]
     total = min(int(size / share) for size, share in zip(sizes, shares, strict=True) if share)
@@ -221,69 +253,21 @@ def shares_of(weights: list[Fraction], sizes: list[int], most: int | None = None
     return counts
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Sequences of several datasets, which are numbered dataset after dataset.
-
-    An epoch has as many sequences as the dataset that is the smallest for its weight allows without
-    a repetition. The larger datasets contribute a part of their sequences to each epoch, the next
-    part to the next one, and repeat none before all were used.
-    """
-
-    datasets: tuple[Sequences, ...]
-    counts: tuple[int, ...]  # how many sequences of each are in an epoch
-
-    @classmethod
-    def of(cls, datasets: list[Sequences], weights: list[Fraction] | None = None) -> Mixture:
-        """Return a mixture in the shares of the weights (None: of all sequences)."""
-        sizes = [dataset.num_sequences for dataset in datasets]
-        return cls(tuple(datasets), tuple(shares_of(weights, sizes) if weights else sizes))
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences in an epoch."""
-        return sum(self.counts)
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """The number of tokens of each sequence of each dataset, without padding."""
-        return np.concatenate([dataset.lengths for dataset in self.datasets])
-
-    @cached_property
-    def _begins(self) -> np.ndarray:  # the number of the first sequence of each dataset
-        return np.cumsum([0, *(dataset.num_sequences for dataset in self.datasets)])
-
-    def epoch_order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the numbers of an epoch's sequences in their order, the same on every rank."""
-        chosen = []
-        for number, (dataset, count) in enumerate(zip(self.datasets, self.counts, strict=True)):
-            first, size = (epoch - 1) * count, dataset.num_sequences
-            if not count:
-                continue
-            # The dataset's own order is one permutation after the other.
-            passes = range(first // size, (first + count - 1) // size + 1)
-            order = [np.random.default_rng([seed, number, n]).permutation(size) for n in passes]
-            begin = first - passes[0] * size
-            chosen.append(np.concatenate(order)[begin : begin + count] + self._begins[number])
-        return np.random.default_rng([seed, epoch]).permutation(np.concatenate(chosen))
-
-    def read(self, indices: np.ndarray) -> MicroBatch:
-        """Return the sequences `indices`."""
-        parts, packed = [], False
-        for index in indices.tolist():
-            number = int(np.searchsorted(self._begins, index, side="right")) - 1
-            parts.append(self.datasets[number].parts(index - int(self._begins[number])))
-            packed |= self.datasets[number].packed
-        return micro_batch(parts, self.datasets[0].padding, packed)
-
-    def tokens(self, indices: np.ndarray) -> int:
-        """Return the number of tokens in these sequences, without padding."""
-        return int(self.lengths[indices].sum())
-
-    def take(self, count: int) -> Mixture:
-        """Return the first sequences of each dataset, `count` in all, in the same shares."""
-        if not self.num_sequences or count >= self.num_sequences:
-            return self
-        counts = shares_of([Fraction(share) for share in self.counts], list(self.counts), count)
-        datasets = zip(self.datasets, counts, strict=True)
-        return Mixture(tuple(dataset.take(share) for dataset, share in datasets), tuple(counts))
+def mix(datasets: list[Sequences], weights: list[Fraction] | None = None) -> Sequences:
+    """Return the sequences of several datasets in the shares of the weights (None: all of them)."""
+    sizes = [dataset.num_sequences for dataset in datasets]
+    counts = shares_of(weights, sizes) if weights else sizes
+    files, ranges, ends = list[TokenFile](), [np.empty((0, 3), np.int64)], list[np.ndarray]()
+    for dataset in datasets:
+        ends.append(dataset.ends + sum(map(len, ranges)))
+        ranges.append(dataset.ranges + np.array([len(files), 0, 0]))
+        files += dataset.files
+    packed, shares = any(dataset.packed for dataset in datasets), zip(sizes, counts, strict=True)
+    return Sequences(
+        tuple(files),
+        np.concatenate(ranges),
+        np.concatenate(ends),
+        datasets[0].padding,
+        packed,
+        tuple(shares),
+    )

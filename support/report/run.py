@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -20,7 +20,6 @@ from support.cluster.failures import Restart
 from support.cluster.launch import restart_values
 from support.cluster.tuning import keep_freed_memory
 from support.data.batches import total_steps
-from support.data.chat import Prompt, prompt_of
 from support.errors import Preempted, UserError
 from support.files import atomic
 from support.memory.fit import ways_to_fit
@@ -34,6 +33,9 @@ from support.report.results import facts_at_start, new_output_dir
 from support.report.step_meter import create_meter
 from support.train_state import TrainingObjects, TrainState
 from support.units import human_count
+
+if TYPE_CHECKING:
+    from support.data.chat import Prompt
 
 
 class Run:
@@ -321,6 +323,8 @@ class Run:
 
         Base models have a chat template, too, so an evaluation only is the other case that uses it.
         """
+        from support.data.chat import prompt_of
+
         kind = dataset.get("kind")  # None before a stream's first row
         as_chat = kind == "chat" or (args.eval_only and kind != "pair")
         return prompt_of(args.generate or "", spec.tokenizer, as_chat)

@@ -1,12 +1,33 @@
-"""A stream without a script around it."""
+"""A tokenized corpus, and a stream, without a script around them."""
 
+from pathlib import Path
 from types import SimpleNamespace
+
+import numpy as np
 
 from support.cli.parse import parse_arguments
 
 
+def tokenized(file, tokenizer, root, *flags, bad=0, said=None):
+    """What `tokenize_once` returns for a file or folder, with the cache in `root`."""
+    from support.data.rows import RowOptions, open_source
+    from support.data.tokenize import tokenize_once
+    from support.files.cache import Cache
+
+    args = parse_arguments([str(flag) for flag in flags])
+    source = open_source(str(file), args, RowOptions.of(args, tokenizer))
+    cache = Cache(Path(root), [], (said if said is not None else []).append)
+    return tokenize_once(source, tokenizer, cache, lambda n: None, bad)
+
+
+def ids_of(prepared):
+    """The stored numbers of the training split."""
+    dtype = prepared["splits"]["train"]["dtype"]
+    return np.fromfile(f"{prepared['folder']}/train.bin", dtype)
+
+
 def stream_of(file, tokenizer, **flags):
-    """A Stream of one rank, without a script around it, and the lines that it prints."""
+    """A Stream of one rank, and the lines that it prints."""
     from support.data.streaming import open_stream
 
     said = []

@@ -151,20 +151,7 @@ def unigram_unsplit() -> Tokenizer:
     )
 
 
-def bert() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>", max_input_chars_per_word=100))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = (
-        normalizers.BertNormalizer(),
-        pre_tokenizers.BertPreTokenizer(),
-    )
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=600, special_tokens=["<unk>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(training_text(), trainer)
-    return tokenizer
-
-
-KINDS = [gpt2, llama3, qwen, llama2, xlnet, unigram_unsplit, bert]
+KINDS = [gpt2, llama3, qwen, llama2, xlnet, unigram_unsplit]
 
 
 def tokenizer_of(kind: str):

@@ -44,7 +44,6 @@ def test_the_same_losses_on_two_ranks_and_after_a_resume(script, llama, datasets
     "names, said",
     [
         (["pydocs:1", "README.md"], "all or none have a weight"),
-        (["pydocs:1", "no/such.txt:2"], "no/such.txt"),
         (
             ["README.md", "CONTRIBUTING.md", "--streaming", "--max_steps", "1"],
             "reads one --dataset",

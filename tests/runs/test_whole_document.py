@@ -6,19 +6,12 @@ import json
 import random
 from pathlib import Path
 from pydoc_data.topics import topics
-from types import SimpleNamespace
 
-import numpy as np
-import psutil
 import pytest
-from tokenizer_zoo import CHINESE, EMOJI, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
+from streams import ids_of, tokenized
+from tokenizer_zoo import CHINESE, KINDS, MARKS, SPECIAL, random_text, tokenizer_of
 
-from support.cli.parse import parse_arguments
-from support.data.formats import Document, RowOptions
-from support.data.rows import open_source
-from support.data.tokenize import DocumentTokenizer, tokenize_once
-from support.errors import UserError
-from support.files.cache import Cache
+from support.data.tokenize import DocumentTokenizer
 
 ALL = [make.__name__ for make in KINDS]
 PYDOCS = "\n".join(topics[name] for name in sorted(topics))
@@ -32,9 +25,8 @@ def whole(tokenizer, text: str) -> list[int]:
 def in_pieces(tokenizer, text: str, size: int, read: int = 777) -> tuple[int, list[int]]:
     """How many pieces a text has, and their ids, tokenized one by one from the last to the first."""
     documents = DocumentTokenizer(tokenizer, size)
-    document = Document("x", [text[at : at + read] for at in range(0, len(text), read)])
-    pieces = list(documents.pieces(document))
-    assert "".join(piece.text for piece in pieces) == text
+    pieces = list(documents.pieces(text[at : at + read] for at in range(0, len(text), read)))
+    assert "".join(piece for piece, _ in pieces) == text
     ids = [documents.encode([piece])[0].tolist() for piece in reversed(pieces)]
     return len(pieces), [id for part in reversed(ids) for id in part]
 
@@ -48,6 +40,7 @@ def documents_of_every_sort() -> dict[str, str]:
     spaces = [" ", "\n", "\t", "\r\n", "\u3000"]
     runs = (draw.choice(spaces) * draw.choice([1, 2, 300]) + "word" for _ in range(60))
     marks = ("e" + "".join(draw.choices(MARKS[1:3], k=draw.choice([1, 300]))) for _ in range(60))
+    special = (draw.choice([*SPECIAL, "  ", " some words", "\n"]) for _ in range(1500))
     return {
         "prose": PYDOCS[:40_000],
         "one line": " ".join(PYDOCS.split())[:40_000],
@@ -56,12 +49,9 @@ def documents_of_every_sort() -> dict[str, str]:
         "source code": Path(random.__file__).read_text(encoding="utf-8"),
         "chinese": "".join(sentences),
         "chinese lines": "\n".join(sentences),
-        "emojis": "".join(draw.choices(EMOJI, k=2000)),
         "marks": "".join(marks),
         "whitespace": "".join(runs),
-        "special tokens": "".join(
-            draw.choice([*SPECIAL, "  ", " some words", "\n"]) for _ in range(1500)
-        ),
+        "special tokens": "".join(special),
         "random": random_text(1, 20_000),
     }
 
@@ -93,13 +83,11 @@ def test_documents_are_in_their_order(tmp_path):
     tokenizer = tokenizer_of("gpt2")
     lines = [*PYDOCS.splitlines()[:5000], "", PYDOCS[:300_000], "end"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    source, advanced = open_source(str(tmp_path / "a.jsonl"), parse_arguments([]), RowOptions()), []
-    prepared = tokenize_once(source, tokenizer, Cache(tmp_path, [], print), advanced.append, 0)
-    split = prepared["splits"]["train"]
-    found = np.fromfile(f"{prepared['folder']}/train.bin", dtype=split["dtype"]).tolist()
+    prepared = tokenized(tmp_path / "a.jsonl", tokenizer, tmp_path)
+    split, found = prepared["splits"]["train"], ids_of(prepared).tolist()
     end = tokenizer.eos_token_id
     expected = [id for line in lines if line for id in [end, *whole(tokenizer, line)]]
-    assert found == expected[1:] and sum(advanced) == sum(map(len, lines))
+    assert found == expected[1:]
     assert split["tokens"] == len(found) and split["rows"] == len(lines)
 
 
@@ -116,27 +104,4 @@ def test_a_slow_tokenizer_with_a_large_id(tmp_path):
             return {"a": 70_000}
 
     (tmp_path / "a.txt").write_text("aa")
-    source = open_source(str(tmp_path / "a.txt"), parse_arguments([]), RowOptions())
-    prepared = tokenize_once(source, Gap(), Cache(tmp_path, [], print), lambda n: None, 0)
-    dtype = prepared["splits"]["train"]["dtype"]
-    assert np.fromfile(f"{prepared['folder']}/train.bin", dtype=dtype).tolist() == [70_000, 70_000]
-
-
-def test_an_error_in_the_text_ends_tokenization():
-    def pieces():
-        yield PYDOCS[:5000]
-        raise UserError("line 7")
-
-    documents = [Document("a", ["a" * 500]), Document("b", pieces())]
-    with pytest.raises(UserError, match="line 7"):
-        list(DocumentTokenizer(tokenizer_of("gpt2")).encode_documents(documents, print))
-
-
-def test_a_text_that_cannot_be_cut_and_does_not_fit_into_memory(monkeypatch):
-    """The library would end the process; a long line of words is cut, and needs little memory."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=200 << 20))
-    documents = DocumentTokenizer(tokenizer_of("gpt2"))
-    with pytest.raises(UserError, match=r"a.txt has 5,000,000 characters without a place"):
-        list(documents.encode_documents([Document("a.txt", ["a" * 5_000_000])], print))
-    words = Document("a.txt", ["the quick brown fox " * 250_000])
-    assert sum(1 for _ in documents.encode_documents([words], lambda n: None)) > 30
+    assert ids_of(tokenized(tmp_path / "a.txt", Gap(), tmp_path)).tolist() == [70_000, 70_000]

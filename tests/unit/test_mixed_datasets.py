@@ -1,6 +1,5 @@
 """Several datasets in one order: how many sequences each contributes, which, and what is read."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from support.cli.arguments import Dataset
 from support.cli.parse import parse_arguments, parse_datasets
 from support.cli.run_file import as_yaml
-from support.data.sequences import Mixture, Padding, Sequences, shares_of
+from support.data.sequences import Padding, Sequences, mix, shares_of
 from support.errors import UserError
 from support.labels import IGNORED
 
@@ -35,7 +34,7 @@ def part(folder, number, size):
     np.repeat(number * 1000 + np.arange(size), lengths).astype(np.int32).tofile(path)
     ends = lengths.cumsum()
     ranges = np.stack([ends - lengths, ends], axis=1)
-    return Sequences.of(str(path), "int32", ranges, Padding(64, 8))
+    return Sequences.of((str(path), "int32", None), ranges, Padding(64, 8))
 
 
 def names(mixture, order):
@@ -43,8 +42,8 @@ def names(mixture, order):
 
 
 def test_every_epoch_has_the_shares_and_nothing_is_repeated_before_all_was_used(tmp_path):
-    mixture = Mixture.of([part(tmp_path, 1, 6), part(tmp_path, 2, 25)], [Fraction(6), Fraction(10)])
-    assert mixture.counts == (6, 10) and mixture.num_sequences == 16
+    mixture = mix([part(tmp_path, 1, 6), part(tmp_path, 2, 25)], [Fraction(6), Fraction(10)])
+    assert mixture.shares == ((6, 6), (25, 10)) and mixture.num_sequences == 16
     epochs = [names(mixture, mixture.epoch_order(seed=7, epoch=n)) for n in range(1, 6)]
     for epoch in epochs:
         assert sorted(name for name in epoch if name < 2000) == list(range(1000, 1006))
@@ -57,27 +56,19 @@ def test_every_epoch_has_the_shares_and_nothing_is_repeated_before_all_was_used(
 
 
 def test_without_weights_an_epoch_has_everything_once(tmp_path):
-    mixture = Mixture.of([part(tmp_path, 1, 3), part(tmp_path, 2, 0), part(tmp_path, 3, 5)])
+    mixture = mix([part(tmp_path, 1, 3), part(tmp_path, 2, 0), part(tmp_path, 3, 5)])
     everything = [*range(1000, 1003), *range(3000, 3005)]
     assert sorted(names(mixture, mixture.epoch_order(0, 3))) == everything
     assert names(mixture, np.arange(8)) == everything
     fewer = mixture.take(4)
-    assert fewer.counts == (2, 0, 2) and names(fewer, np.arange(4)) == [1000, 1001, 3000, 3001]
-
-
-def test_a_dataset_that_is_not_used_keeps_its_place(tmp_path):
-    mixture = Mixture.of(
-        [part(tmp_path, 1, 1000), part(tmp_path, 2, 9)], [Fraction(9999), Fraction(1)]
-    )
-    assert mixture.counts == (1000, 0) and mixture.take(100).counts == (100, 0)
+    assert fewer.num_sequences == 4 and names(fewer, np.arange(4)) == [1000, 1001, 3000, 3001]
 
 
 def test_sequences_of_different_lengths_and_with_positions(tmp_path):
     np.arange(32, dtype=np.uint16).tofile(tmp_path / "a.bin")
     ranges = np.array([[0, 16], [16, 32]])
-    text = Sequences.of(str(tmp_path / "a.bin"), "uint16", ranges, Padding(16, 8))
-    text = replace(text, end_of_text=20)
-    mixture = Mixture.of([part(tmp_path, 1, 5), text])
+    text = Sequences.of((str(tmp_path / "a.bin"), "uint16", 20), ranges, Padding(16, 8))
+    mixture = mix([part(tmp_path, 1, 5), text])
     inputs, labels, positions = mixture.read(np.array([6, 2]))
     assert inputs.shape == (2, 16) and inputs[0].tolist() == list(range(16, 32))
     assert inputs[1, :3].tolist() == [1002] * 3 and (labels[1, 3:] == IGNORED).all()
@@ -105,21 +96,15 @@ def test_names_and_weights(tmp_path, monkeypatch):
             parse_datasets(wrong)
 
 
-def test_a_run_file_cannot_add_flags(tmp_path):
-    (tmp_path / "run.yaml").write_text("dataset: [a.txt, --lr=9]")
-    with pytest.raises(UserError, match="dataset cannot be"):
-        parse_arguments(["--config", str(tmp_path / "run.yaml")])
-
-
-@pytest.mark.parametrize("line", ["dataset: [a.txt:0.7, pydocs:.3]", "dataset: pydocs"])
-def test_datasets_in_a_run_file(tmp_path, line):
-    (tmp_path / "run.yaml").write_text(line)
+def test_datasets_in_a_run_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("dataset: [a.txt:0.7, pydocs:.3]")
     args = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--max_steps", "1"])
+    assert args.mixture == (Dataset("a.txt", "0.7"), Dataset("pydocs", ".3"))
     (tmp_path / "again.yaml").write_text(as_yaml(args))
     again = parse_arguments(["--config", str(tmp_path / "again.yaml")])
     assert (again.dataset, again.mixture) == (args.dataset, args.mixture)
-    assert args.mixture == (
-        () if "[" not in line else (Dataset("a.txt", "0.7"), Dataset("pydocs", ".3"))
-    )
     other = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--dataset", "b.txt"])
     assert other.dataset == "b.txt" and not other.mixture
+    (tmp_path / "run.yaml").write_text("dataset: [a.txt, --lr=9]")
+    with pytest.raises(UserError, match="dataset cannot be"):
+        parse_arguments(["--config", str(tmp_path / "run.yaml")])
