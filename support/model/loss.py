@@ -139,27 +139,26 @@ def returns_plain_logits(config) -> bool:
 
     Some models scale or cap their logits (Gemma 2, Cohere, Granite).
     """
-    decoded, inputs, outputs = [], [], []
     # Some models convert their logits to fp32. With fake tensors, which have no memory, the grouped
     # matrix multiplication of experts accepts bf16 only.
     has_experts = any("expert" in name for name in config.get_text_config().to_dict())
     with torch.no_grad(), FakeTensorMode():
         dtype = torch.bfloat16 if has_experts else torch.float32
         model = from_config(config, dtype).eval()  # dropout fails on fake CPU tensors
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
-        decoder = decoder_of(model)
+        head, decoder = model.get_output_embeddings(), decoder_of(model)
         if type(head) is not nn.Linear or decoder is None or decoder is model:
             return False
-        decoder.register_forward_hook(lambda _m, _i, out: decoded.append(_view(out[0])))
-        head.register_forward_pre_hook(lambda _m, args: inputs.append(_view(args[0])))
-        head.register_forward_hook(lambda _m, _i, out: outputs.append(_view(out)))
+        seen = []
+        decoder.register_forward_hook(lambda _m, _i, out: seen.append(_view(out[0])))
+        head.register_forward_hook(lambda _m, args, out: seen.extend(map(_view, (args[0], out))))
         # Not token ids: some models compare them with the padding token, and need their values.
-        embedded = torch.zeros(1, 2, embedding.shape[1], dtype=embedding.dtype)
+        hidden_size = model.get_input_embeddings().weight.shape[1]
         try:
+            embedded = torch.zeros(1, 2, hidden_size, dtype=dtype)
             logits = model(inputs_embeds=embedded, use_cache=False).logits
         except NOT_WITH_FAKE_TENSORS:
             return False  # experts of transformers 4 read values, for example
-    return len(inputs) == len(decoded) == 1 and inputs == decoded and outputs == [_view(logits)]
+    return len(seen) == 3 and seen[0] == seen[1] and seen[2] == _view(logits)
 
 
 def _view(tensor: torch.Tensor) -> tuple:

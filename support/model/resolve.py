@@ -1,8 +1,7 @@
 """Resolve --model to an architecture, a tokenizer and a local folder with the weights.
 
 Every kind of --model results in a local folder, which each strategy loads in its own way. Random
-weights are also drawn once per node and saved to a temporary folder; a single process of dp draws
-them when it loads the model.
+weights are also drawn once per node and saved to a temporary folder.
 """
 
 from __future__ import annotations
@@ -11,19 +10,12 @@ import copy
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    GPT2Config,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from support import patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
@@ -36,11 +28,11 @@ from support.files.cache import Cache
 from support.files.hub_cache import cache_folder, login_command
 from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
-from support.model.isolation import check_isolation, choose_block_mask
 from support.model.layers import fuse_gelu, max_positions, set_dropout
-from support.model.lora import Lora
 from support.model.loss import add_loss, returns_plain_logits
-from support.strategy import STRATEGIES
+
+if TYPE_CHECKING:
+    from support.model.lora import Lora
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -51,17 +43,16 @@ class ModelSpec:
 
     # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig
-    tokenizer: transformers.PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig
     weights: str  # local folder that `load` reads
     seed: int  # for weights that the folder lacks
+    # The weights, or rows of the embedding, were drawn from the seed for this run.
+    random: bool = False
     lora: Lora | None = None  # the model's adapters, or None
     dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
     load_in_4bit: bool = False
-    # The weights, or rows of the embedding, were drawn from the seed for this run.
-    random: bool = False
-    draws_weights: bool = False  # `load` draws them, because `weights` has only a config.json
     # Original values of settings that the run has replaced; an exported model gets them back.
     own_settings: dict = field(default_factory=dict)
     parameters: int = field(init=False)
@@ -109,15 +100,10 @@ class ModelSpec:
             dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
         """
         torch.manual_seed(self.seed)
-        if self.draws_weights:
-            return self._prepare(weights.from_config(self.config))
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
         model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
         if names := sorted(info["missing_keys"]):
-            shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-            ctx.console.warn(
-                f"The checkpoint has no weights for {shown}: they are initialized randomly."
-            )
+            ctx.console.warn(f"{len(names)} weights are missing and random, {names[0]} among them.")
         return self._prepare(model)
 
     def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
@@ -169,37 +155,41 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     _be_quiet(args)
     if not args.hub_offline:
         ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
-    prepared = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
-    folder = prepared["weights"]
-    config = _read_config(folder, args.model)
-    tokenizer = _read_tokenizer(prepared["tokenizer"], args)
-    for notice in prepared["notices"]:
+    found = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
+    config = _read_config(found["weights"], args.model)
+    tokenizer = _read_tokenizer(found["tokenizer"], args)
+    for notice in found["notices"]:
         ctx.console.warn(notice)
     config.use_cache = False
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
+    lora = None
+    if args.lora_r is not None:
+        from support.model.lora import Lora
+
+        lora = Lora.of(args)
     with refused_as(f"--model {args.model}: no model can be built from its configuration"):
         # Older models have it in their config.json, or not at all.
         generation = GenerationConfig.from_model_config(config)
-        if (Path(folder) / "generation_config.json").exists():
-            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        if Path(found["weights"], "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(found["weights"], local_files_only=True)
         spec = ModelSpec(
             config,
             tokenizer,
             generation,
-            folder,
+            found["weights"],
             args.seed,
-            lora=Lora.of(args),
+            random=found["random"],
+            lora=lora,
             dtype=weights.weights_dtype(args, ctx),
             load_in_4bit=args.load_in_4bit,
-            random=prepared["random"],
-            draws_weights=prepared["draws_weights"],
             own_settings=own_settings,
         )
     if isolates_documents(args):
+        from support.model.isolation import check_isolation
+
         check_isolation(config, tokenizer, args)
-        choose_block_mask(config, ctx.device)
     return spec
 
 
@@ -241,62 +231,35 @@ def _locate(args: Arguments, ctx: DistContext) -> Location:
     if args.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
         return Location(_gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args, ctx))
-    if is_local_model(args.model):
-        folder = args.model
-    elif scratch_without_hub(args):
-        return _locate_without_hub(args, ctx)
-    else:
-        with_weights = not (args.from_scratch or args.show_sample)
-        folder = download(args.model, args.model_revision, args.hub_offline, with_weights)
-    config = _read_config(folder, args.model)
-    return Location(config, folder, None if args.from_scratch else folder)
-
-
-def _locate_without_hub(args: Arguments, ctx: DistContext) -> Location:
-    """Return a GPT-2 for --from_scratch, with the embedded tokenizer if its own is not cached."""
-    config = _gpt2_config(args.model, dropout=0.1, end_of_text=50256)
+    if is_local_model(args.model) or not scratch_without_hub(args):
+        folder = args.model if is_local_model(args.model) else download(args)
+        config = _read_config(folder, args.model)
+        return Location(config, folder, None if args.from_scratch else folder)
+    config = _gpt2_config(args.model, 0.1, 50256)
     try:
-        folder = download(args.model, args.model_revision, args.hub_offline, with_weights=False)
+        folder = download(args)
         _read_tokenizer(folder, args)
         return Location(config, folder)
     except UserError:
-        notice = (
-            f"The tokenizer of {args.model} is not in the cache and cannot be downloaded: "
-            "using the embedded one (4,096 entries)."
-        )
+        notice = f"The tokenizer of {args.model} is not available: using the embedded one."
         return Location(config, embedded_tokenizer(args, ctx), notices=(notice,))
 
 
 def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load."""
-    location = _locate(args, ctx)
-    config, folder, notices = location.config, location.weights, list(location.notices)
-    entries = len(_read_tokenizer(location.tokenizer, args))
-    larger = entries > config.get_text_config().vocab_size
-    # A single process of dp draws the weights while it loads: the file of GPT-2 124M takes 0.8 s to
-    # write. Other engines shard while they read a file, and --merge_lora reads it again.
-    draws_weights = folder is None and not (larger or args.lora_r or ctx.failures.store)
-    draws_weights = draws_weights and STRATEGIES[args.strategy].engine == "ddp"
+    config, tokenizer, folder, notices = _locate(args, ctx)
+    random = folder is None
     if folder is None:
         torch.manual_seed(args.seed)
-        drawn = None if draws_weights else weights.from_config(config)
-        folder = weights.save_temporarily(config, drawn, ctx)
-    if larger:
+        folder = weights.save_temporarily(weights.from_config(config), ctx)
+    entries = len(_read_tokenizer(tokenizer, args))
+    if entries > config.get_text_config().vocab_size:
         model, _ = weights.from_folder(folder, config)
         torch.manual_seed(args.seed)
         model.resize_token_embeddings(entries)
-        folder = weights.save_temporarily(model.config, model, ctx)
-        notices.append(
-            f"The tokenizer has {entries:,} entries, more than the model: "
-            "its embedding was enlarged."
-        )
-    return {
-        "weights": folder,
-        "tokenizer": location.tokenizer,
-        "notices": notices,
-        "random": folder != location.weights,
-        "draws_weights": draws_weights,
-    }
+        folder, random = weights.save_temporarily(model, ctx), True
+        notices += (f"The embedding was enlarged to the tokenizer's {entries:,} entries.",)
+    return {"weights": folder, "tokenizer": tokenizer, "notices": notices, "random": random}
 
 
 def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
@@ -325,7 +288,7 @@ def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def download(name: str, revision: str | None, offline: bool, with_weights: bool) -> str:
+def download(args: Arguments) -> str:
     """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
@@ -333,9 +296,10 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
+    name, revision, offline = args.model, args.model_revision, args.hub_offline
     patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
     try:
-        if with_weights and not offline:
+        if not (args.from_scratch or args.show_sample or offline):
             files = HfApi().list_repo_files(name, revision=revision)
             safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
@@ -357,12 +321,12 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
         raise UserError(f"--model {name}{problem}") from error
 
 
-def _gpt2_config(name: str, dropout: float, end_of_text: int) -> GPT2Config:
+def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:
     """Return the configuration of a GPT-2 architecture in known_models."""
     settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
     settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
-    return GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
+    return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
 def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
@@ -378,7 +342,7 @@ def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
         tokenizer = ByteLevelBPETokenizer()
         options = {"special_tokens": [END_OF_TEXT], "show_progress": False}
         tokenizer.train_from_iterator(text, EMBEDDED_VOCABULARY, min_frequency=2, **options)
-        PreTrainedTokenizerFast(
+        transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
         ).save_pretrained(folder)
         return {}
