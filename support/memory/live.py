@@ -52,21 +52,26 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     states = [value for state in base.state.values() for value in state.values()]
     moments = [state for state in states if isinstance(state, torch.Tensor)]
     gradients = [p.grad for p in (*model.parameters(), *updated, *masters)]
+    # DeepSpeed's lists of gradients, of stages 1 and 2 and of stage 3; the bucket of stage 3.
+    for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
+        gradients += tensors or ()
+    gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
+    buffers = [*model.buffers()]
+    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
+        buffers += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
     seen: set[int] = set()
     counted = {
         "parameters": count(_parameters(model), seen),
-        "gradients": count((*gradients, *_deepspeed_gradients(optimizer)), seen),
+        "gradients": count(gradients, seen),
         "optimizer": count((*updated, *masters, *moments), seen),
-        "buffers": count((*model.buffers(), *_communication_buffers(optimizer)), seen),
+        "buffers": count(buffers, seen),
         "other": count(all_tensors(), seen),
     }
     placement = _placement(optimizer)
     on_device = {name: sizes[device.type] for name, sizes in counted.items()}
     # On a CPU the device is the host. The strategy determines what would be on a GPU.
     if device.type == "cpu":
-        for name in ("gradients", "optimizer"):
-            if placement[name] != "device":
-                on_device[name] = 0
+        on_device |= {name: 0 for name, place in placement.items() if place != "device"}
         if placement["parameters"] == "nvme":  # only the small ones stay
             small = [p for p in model.parameters() if p.ds_persist]
             tensors = (tensor for p in small for tensor in (p.ds_tensor, p.data))
@@ -117,19 +122,6 @@ def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         while state is not None:
             yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
             state = state.state2
-
-
-def _deepspeed_gradients(optimizer) -> Iterator[torch.Tensor | None]:
-    """Yield the gradients in DeepSpeed's own lists, of stages 1 and 2 and of stage 3."""
-    for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
-        yield from tensors or ()
-    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
-
-
-def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
-    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
-    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
-        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
 
 
 def _placement(optimizer) -> dict[str, str]:
