@@ -105,8 +105,7 @@ class StepMemory:
         kept_by_loss: returns the bytes that the loss of the last micro-batch kept for backward.
 
     Attributes:
-        live: result of `live_bytes` after `after_backward`; with activations and logits after
-            `end`.
+        live: the result of `live_bytes`; with activations and logits after `end`.
         phases: {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
         slows_down: the measurement slows down the step.
         written: bytes that this process wrote to disks during the step.

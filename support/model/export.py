@@ -9,9 +9,7 @@ An export needs memory for one file of weights on rank 0, and none on the other 
 
 from __future__ import annotations
 
-import shlex
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
@@ -180,38 +178,26 @@ def _write_merged(
 
 # ------------------------------------------------------------------------------------- model card
 
-# Titles of the results, and their keys in results.json.
-RESULTS = {
-    "Training loss, first step": "train_loss_first",
-    "Training loss, last step": "train_loss_last",
-    "Evaluation loss": "eval_loss",
-    "Perplexity": "perplexity",
-    "Tokens seen": "tokens",
-    "Optimizer steps": "steps",
-    "Tokens per second": "tokens_per_second",
-}
+# Keys of results.json in the table of results.
+RESULTS = """
+    train_loss_first train_loss_last eval_loss perplexity tokens steps tokens_per_second
+""".split()
 TEMPLATE = """---
 {{ card_data }}
 ---
 
 # {{ title }}
 
-{{ "{:,}".format(facts.parameters) }} parameters; {{ origin }} `{{ facts.model }}`. Trained with
+{{ "{:,}".format(facts.parameters) }} parameters; {{ kind }} `{{ facts.model }}`. Trained with
 `real_model_example.py --strategy {{ facts.strategy }}` on {{ facts.world_size }} ranks.
 
 ## Results
 
 {{ results }}
 
-Benchmarks, in the folder with these files: `pip install lm-eval`, then
-
-```bash
-lm_eval --model hf --model_args {{ model_args }} --tasks hellaswag,arc_easy,winogrande
-```
-
 ## Training
 
-{{ hyperparameters }}
+{{ settings }}
 {%- if facts.command %}
 
 ```bash
@@ -231,17 +217,10 @@ def model_card(facts: dict, identity: dict) -> str:
     base, dataset = facts["model"], facts.get("dataset") or {}
     scratch = bool(identity["told"].get("from_scratch") or base == EMBEDDED_MODEL)
     adapters = "lora_r" in identity["hard"] and not facts.get("merged")
+    settings = {**identity["soft"], **identity["told"], "from_scratch": scratch}
+    settings |= {key: identity["hard"][key] for key in ("lora_r", "lora_alpha") if adapters}
+    settings |= {"sha256 of the data": dataset.get("sha256"), **(facts.get("versions") or {})}
     title = f"{Path(base).name}, {'trained' if scratch else 'fine-tuned'}"
-    title += f" on {dataset['name']}" if dataset else ""
-    hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
-    if adapters:
-        title += ": LoRA adapters"
-        hyperparameters |= {key: identity["hard"][key] for key in ("lora_r", "lora_alpha")}
-    if dataset:
-        hyperparameters["SHA-256 of the data"] = dataset.get("sha256")
-    model = shlex.quote(f"pretrained={base},peft=." if adapters else "pretrained=.")
-    # The tasks of a model that was trained on conversations get its chat template.
-    chat = " --apply_chat_template" if dataset.get("kind") == "chat" else ""
     card = ModelCard.from_template(
         ModelCardData(
             library_name="peft" if adapters else "transformers",
@@ -249,21 +228,18 @@ def model_card(facts: dict, identity: dict) -> str:
             base_model=None if scratch or is_local_model(base) else base,
         ),
         template_str=TEMPLATE,
-        title=title,
+        title=title + (f" on {dataset['name']}" if dataset else ""),
+        kind="LoRA adapters of" if adapters else "random weights of" if scratch else "base model",
         facts=facts,
-        origin="random weights of the architecture of" if scratch else "base model",
-        results=_table("Measured", ((name, facts.get(key)) for name, key in RESULTS.items())),
-        hyperparameters=_table(
-            "Hyperparameter", [*hyperparameters.items(), *facts.get("versions", {}).items()]
-        ),
-        model_args=model + chat,
+        results=_table({key: facts.get(key) for key in RESULTS}),
+        settings=_table(settings),
     )
     return str(card)
 
 
-def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    lines = [f"| {title} | Value |", "|---|---|"]
-    for name, value in rows:
+def _table(values: dict) -> str:
+    lines = ["| | |", "|---|---|"]
+    for name, value in values.items():
         if isinstance(value, float):
             value = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
         if value is not None:

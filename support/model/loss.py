@@ -1,9 +1,8 @@
 """Next-token loss, computed from chunks of the logits.
 
-The logits of a batch ([tokens, vocabulary]) and the tensors that cross_entropy derives from them
-are the largest tensors of a step: 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has
-changed returns the loss itself if it gets targets. Its output layer computes the logits of a few
-hundred tokens, their loss and its gradient, and frees them before the next chunk.
+The logits of a batch and what cross_entropy derives from them are the largest tensors of a step:
+2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has changed returns the loss if it gets
+targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time.
 """
 
 from __future__ import annotations
@@ -119,15 +118,14 @@ class OutputLayer(nn.Linear):
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the part of a causal language model that is followed by the output layer."""
-    # Not in all models of transformers 4. OPT calls it directly, and not its base model.
+    # Not in all models of transformers 4.
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
 
 
 def add_loss(model: nn.Module) -> None:
     """Make a model that passes `returns_plain_logits` return the loss if it gets targets.
 
-    As FSDP2 does, this changes the class of the model: a module around it would change the names of
-    its parameters.
+    This changes its class: a module around it would change the names of its parameters.
     """
     cls = type(model)
     model.__class__ = type(cls.__name__, (LossMixin, cls), {"__module__": cls.__module__})

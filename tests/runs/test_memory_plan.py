@@ -116,11 +116,6 @@ def test_solved_gpus_fit_and_one_less_does_not():
         assert planned(*args, "--gpus", number)["strategies"]["zero3"]["fits"] == fits
 
 
-def test_solved_model_grows_with_what_is_sharded():
-    found = solved(("model", "parameters"), "--gpus", 8, "--gpu_memory", 24)
-    assert 0 < found["dp"] < found["zero2"] < found["zero3"] < found["infinity"]
-
-
 @pytest.mark.parametrize(
     "args, code, said",
     [
