@@ -5,6 +5,7 @@ Also the memory estimate of a run in progress, and advice for a run that ran out
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable
@@ -136,8 +137,8 @@ def fitting_split(
         return replace(work, batch_size=size, accumulation=accumulation)
 
     batch = work.batch_size
-    # Not by bisection: a whole batch without accumulation may need less than half of it with.
-    sizes = [size for size in range(batch, 0, -1) if batch % size == 0]
+    small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
+    sizes = sorted({*small, *(batch // n for n in small)}, reverse=True)
     return next((split(n) for n in sizes if holds(predict(split(n), strategy))), None)
 
 
