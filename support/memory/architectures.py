@@ -92,11 +92,10 @@ class Architecture:
                 "mlp.up_proj": Linear(h, f, self.mlp_bias),
                 "mlp.down_proj": Linear(f, h, self.mlp_bias),
             }
-        names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-        bias = True
+        names, bias = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"], True
         if self.family == "gpt_neox":
-            names = ("attention.query_key_value", "attention.dense")
-            names += ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+            names = ["attention.query_key_value", "attention.dense"]
+            names += ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
             bias = self.qkv_bias
         layers = Linear(h, 3 * h, bias), Linear(h, h, bias), Linear(h, f, True), Linear(f, h, True)
         return dict(zip(names, layers, strict=True))

@@ -211,12 +211,10 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
     if split and split.batch_size < work.batch_size:
         accumulation = f"--gradient_accumulation_steps {split.accumulation}"
         needs[f"--batch_size {split.batch_size} {accumulation}"] = predict(split, strategy)
-    changes = {
-        "--gradient_checkpointing": {"gradient_checkpointing": True},
-        f"--seq_length {work.seq_length // 2}": {"seq_length": work.seq_length // 2},
-    }
-    for flags, change in changes.items():
-        needs[flags] = predict(replace(work, **change), strategy)
+    checkpointing = replace(work, gradient_checkpointing=True)
+    needs["--gradient_checkpointing"] = predict(checkpointing, strategy)
+    half = replace(work, seq_length=work.seq_length // 2)
+    needs[f"--seq_length {half.seq_length}"] = predict(half, strategy)
     return {flags: need for flags, need in needs.items() if holds(need)}
 
 

@@ -40,15 +40,15 @@ class Lora:
     settled: Any = None  # peft's configuration of the adapters; None until `attach` has been called
 
     @classmethod
-    def of(cls, args: Arguments) -> Lora:
-        """Return the configuration that the flags request."""
+    def of(cls, args: Arguments, r: int) -> Lora:
+        """Return the configuration that the flags request, with --lora_r as `r`."""
         targets: list[str] | str | None = args.lora_targets
         if args.lora_targets and args.lora_targets != ALL_LINEAR:
             targets = target_names(args.lora_targets)
         folder = Path(args.model)
         base = str(folder.resolve()) if folder.is_dir() else args.model
-        alpha = args.lora_alpha or 2.0 * args.lora_r
-        return cls(args.lora_r, alpha, args.lora_dropout, targets, base, args.seed)
+        alpha = args.lora_alpha or 2.0 * r
+        return cls(r, alpha, args.lora_dropout, targets, base, args.seed)
 
     def attach(self, model: nn.Module) -> None:
         """Attach the adapters to a model and freeze all other parameters.

@@ -10,7 +10,7 @@ import copy
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -73,9 +73,10 @@ class ModelSpec:
         self.tied = head is not None and head.weight in lookups
         lookups -= {head.weight} if self.tied else set()
         all_weights = list(model.parameters())
-        matrices = [weight for weight in all_weights if weight not in lookups]
         self.parameters, self.trainable = _counts(all_weights)
-        self.matmul_parameters, self.trainable_matmul = _counts(matrices)
+        self.matmul_parameters, self.trainable_matmul = _counts(
+            [weight for weight in all_weights if weight not in lookups]
+        )
         self.largest_parameter = max(weight.numel() for weight in all_weights)
 
     @property
@@ -168,7 +169,7 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     if args.lora_r is not None:
         from support.model.lora import Lora
 
-        lora = Lora.of(args)
+        lora = Lora.of(args, args.lora_r)
     with refused_as(f"--model {args.model}: no model can be built from its configuration"):
         # Older models have it in their config.json, or not at all.
         generation = GenerationConfig.from_model_config(config)
@@ -197,18 +198,12 @@ def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokeniz
     """Download the parts of --model; return its tokenizer, and its most positions (None: any)."""
 
     def locate() -> dict:
-        location = _locate(args, ctx)
-        return {"tokenizer": location.tokenizer, "positions": max_positions(location.config)}
+        config, folder, *_ = _locate(args, ctx)
+        return {"tokenizer": folder, "positions": max_positions(config)}
 
     _be_quiet(args)
     found = ctx.once_per_node("tokenizer", locate)
     return _read_tokenizer(found["tokenizer"], args), found["positions"]
-
-
-def configure_transformers(args: Arguments) -> None:
-    """Keep transformers from reading tensors on the device in each forward pass."""
-    patches.replace_packed_sequence_check(isolates_documents(args))
-    patches.skip_padding_check()
 
 
 def _be_quiet(args: Arguments) -> None:
@@ -217,32 +212,36 @@ def _be_quiet(args: Arguments) -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-class Location(NamedTuple):
-    """Where a model's parts are."""
-
-    config: transformers.PretrainedConfig
-    tokenizer: str  # the folder of the tokenizer
-    weights: str | None = None  # the folder of the weights; None: they are drawn from the seed
-    notices: tuple[str, ...] = ()
+def configure_transformers(args: Arguments) -> None:
+    """Keep transformers from reading tensors on the device in each forward pass."""
+    patches.replace_packed_sequence_check(isolates_documents(args))
+    patches.skip_padding_check()
 
 
-def _locate(args: Arguments, ctx: DistContext) -> Location:
-    """Find the parts of --model on this machine, and download or build those that are missing."""
+def _locate(
+    args: Arguments, ctx: DistContext
+) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:
+    """Find the parts of --model on this machine, and download or build those that are missing.
+
+    Returns:
+        The configuration; the folders of the tokenizer and of the weights (None: they are drawn
+        from the seed); notices for the user.
+    """
     if args.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        return Location(_gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args, ctx))
+        return _gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args, ctx), None, []
     if is_local_model(args.model) or not scratch_without_hub(args):
         folder = args.model if is_local_model(args.model) else download(args)
         config = _read_config(folder, args.model)
-        return Location(config, folder, None if args.from_scratch else folder)
+        return config, folder, None if args.from_scratch else folder, []
     config = _gpt2_config(args.model, 0.1, 50256)
     try:
         folder = download(args)
         _read_tokenizer(folder, args)
-        return Location(config, folder)
+        return config, folder, None, []
     except UserError:
         notice = f"The tokenizer of {args.model} is not available: using the embedded one."
-        return Location(config, embedded_tokenizer(args, ctx), notices=(notice,))
+        return config, embedded_tokenizer(args, ctx), None, [notice]
 
 
 def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
@@ -258,7 +257,7 @@ def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
         torch.manual_seed(args.seed)
         model.resize_token_embeddings(entries)
         folder, random = weights.save_temporarily(model, ctx), True
-        notices += (f"The embedding was enlarged to the tokenizer's {entries:,} entries.",)
+        notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
     return {"weights": folder, "tokenizer": tokenizer, "notices": notices, "random": random}
 
 
