@@ -34,32 +34,13 @@ MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376
 # matrices, 485,376 for the rest), a 16-bit copy (248,636,928 and 242,688) and the largest gradient
 # (77,194,752). CPU Adam allocates the moments.
 LOCKED_BY_OFFLOAD = (2 * 2**29 + 2**28) + (2 * 2**19 + 2**18) + 2**27 + 8 * (MATRICES + REST)
-# With accumulation a 16-bit gradient of each parameter: wte 77,194,752 bytes, wpe 1,572,864; in a
-# block attention's matrices 3,538,944 and 1,179,648, the MLP's two 4,718,592; six vectors of 768
-# elements, one of 2,304 and one of 3,072; at the end two of 768.
-LOCKED_GRADIENTS = (
-    2**27 + 2**21 + 12 * (2**22 + 2**21 + 2 * 2**23 + 6 * 2**11 + 2 * 2**13) + 2 * 2**11
-)
-# infinity: DeepSpeed locks five buffers for the largest matrix (with 8 KiB for alignment) and four
-# for the fp32 states of a sub-group (28,311,552 elements); torch locks the 16-bit gradients
-# (248,879,616 bytes).
-LOCKED_BY_DEEPSPEED = 5 * 2 * (LARGEST + 4096) + 4 * 4 * 28_311_552
-ALL = MATRICES + REST
 
 
-@pytest.mark.parametrize(
-    ("strategy", "accumulation", "on_cpu", "with_cuda"),
-    [
-        ("offload", 1, 18 * ALL + 2 * LARGEST, LOCKED_BY_OFFLOAD),
-        ("offload", 2, 20 * ALL + 2 * LARGEST, LOCKED_BY_OFFLOAD + LOCKED_GRADIENTS),
-        ("infinity", 1, LOCKED_BY_DEEPSPEED + 2 * ALL, LOCKED_BY_DEEPSPEED + 2**28),
-    ],
-)
-def test_cuda_locks_host_memory_in_powers_of_two(strategy, accumulation, on_cpu, with_cuda):
-    model = find_architecture("gpt2")
-    for device, expected in (("cpu", on_cpu), ("cuda", with_cuda)):
-        work = Workload(model, 1, 4, 512, accumulation=accumulation, device=device)
-        assert predict(work, strategy).host == expected
+def test_cuda_locks_host_memory_in_powers_of_two():
+    on_cpu = 18 * (MATRICES + REST) + 2 * LARGEST
+    for device, expected in (("cpu", on_cpu), ("cuda", LOCKED_BY_OFFLOAD)):
+        work = Workload(find_architecture("gpt2"), 1, 4, 512, device=device)
+        assert predict(work, "offload").host == expected
 
 
 def test_every_way_that_is_advised_fits():
