@@ -49,9 +49,8 @@ class Limits:
 def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Workload]:
     """Choose the first strategy that fits, if necessary with changes of the workload.
 
-    The changes are smaller micro-batches, which cost little; then gradient checkpointing, which
-    computes the forward pass twice; then both. Only if none of them makes a strategy fit that keeps
-    its states on the GPU, those that offload are tried.
+    The changes are smaller micro-batches, then gradient checkpointing, then both. Strategies that
+    offload are tried last.
 
     Returns:
         The memory estimate, or None if nothing fits; and the workload, in which gradient
@@ -100,9 +99,8 @@ def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
 def gpt2_of_width(hidden: int, like: Architecture) -> Architecture:
     """Return a model of GPT-2's shape with a width that is a multiple of 64.
 
-    The number of layers grows linearly with the width, as in GPT-2's sizes (12 at 768, 48 at 1600),
-    and continues beyond them. Below 768 it is one layer per 64. The vocabulary is that of `like`
-    if it is a GPT-2, and so is its number of positions if it has some.
+    The number of layers grows linearly with the width, as in GPT-2's sizes (12 at 768, 48 at 1600).
+    Below 768 it is one layer per 64. Vocabulary and positions are those of `like` if it has them.
     """
     linear = round(12 + (hidden - 768) * (48 - 12) / (1600 - 768))
     layers = linear if hidden >= 768 else hidden // 64

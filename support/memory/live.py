@@ -37,9 +37,8 @@ def _is_gathered(parameter: torch.Tensor) -> bool:
 def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     """Count live tensors by category. Call it at the end of backward, before the update.
 
-    Every storage is counted once, in the first category that contains it. "optimizer" contains the
-    fp32 master weights, if any, and Adam's moments; "buffers" the model's and those of
-    communication.
+    Every storage is counted once, in the first category that contains it. "optimizer" includes fp32
+    master weights, "buffers" those of communication.
 
     Returns:
         {"categories": bytes by category, on any device, "on_device": bytes on the training device,
@@ -125,7 +124,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _placement(optimizer) -> dict[str, str]:
-    """Return where DeepSpeed's optimizer stores model states between steps; else "device"."""
+    """Return where DeepSpeed stores model states between steps; "device" without it."""
     swaps = getattr(optimizer, "swap_optimizer", False)
     on_host = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
     return {

@@ -37,7 +37,7 @@ class Lora:
     targets: list[str] | str | None
     base: str  # the model's name, for adapter_config.json
     seed: int  # for the initialization of A
-    settled: Any = None  # peft's configuration of the adapters; None until `attach` has been called
+    settled: Any = None  # peft's configuration, written to adapter_config.json; set by `attach`
 
     @classmethod
     def of(cls, args: Arguments, r: int) -> Lora:
@@ -119,10 +119,6 @@ class Lora:
             task_type="CAUSAL_LM",
             base_model_name_or_path=self.base,
         )
-
-    def describe(self, folder: Path) -> None:
-        """Write adapter_config.json in peft's format into an existing folder, after `attach`."""
-        self.settled.save_pretrained(folder)
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -169,8 +169,8 @@ class ChunkedLoss(torch.autograd.Function):
     """Cross entropy of a linear layer's output, summed over the tokens and divided by `divisor`.
 
     The gradients are computed together with the loss, from the same logits; backward only
-    multiplies them. In fp16 most of them would underflow to 0 without the factor of the loss
-    scaler, which is known only in backward. In fp16 backward therefore computes the logits again.
+    multiplies them. In fp16 they would underflow without the factor of the loss scaler, which is
+    known only in backward, so backward computes the logits again.
 
     Inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
     None, targets [tokens] (negative: not counted), a scalar divisor, dtype of the matrix products.
@@ -266,10 +266,7 @@ def _cross_entropy(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the targets' log-probabilities, and the gradient of the scaled loss.
-
-    The gradient of the logits is in `dtype`, and in their memory if they have this dtype.
-    """
+    """Return the sum of the targets' log-probabilities, and the logits' gradient in `dtype`."""
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
     valid = targets >= 0
     target = targets.where(valid, 0).unsqueeze(1)
@@ -289,8 +286,7 @@ def _cross_entropy(
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute the logits of a chunk: in fp32 on CUDA, and elsewhere in the inputs' dtype.
 
-    log_softmax would first convert 16-bit logits, which reads and writes all of them once more.
-    cuBLAS has the sums in fp32 anyway. torch has this product since version 2.8.
+    log_softmax would convert 16-bit logits. torch has products with fp32 results since version 2.8.
     """
     in_fp32 = hidden.device.type == "cuda" and hidden.dtype.itemsize == 2
     if not in_fp32 or "dtype" not in torch.ops.aten.mm.overloads():

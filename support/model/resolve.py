@@ -117,7 +117,7 @@ class ModelSpec:
         folder.mkdir(exist_ok=True)
         self.tokenizer.save_pretrained(folder)
         if self.lora and not whole:
-            self.lora.describe(folder)
+            self.lora.settled.save_pretrained(folder)
             return
         config = copy.deepcopy(self.config)
         config.use_cache = True  # disabled for training only
