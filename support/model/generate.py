@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.cluster.context import DistContext
-from support.model.layers import max_positions
-from support.model.resolve import ModelSpec
+from support.model.resolve import ModelSpec, max_positions
 
 if TYPE_CHECKING:
     from support.data.chat import Prompt

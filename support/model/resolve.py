@@ -28,7 +28,6 @@ from support.files.cache import Cache
 from support.files.hub_cache import cache_folder, login_command
 from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
-from support.model.layers import fuse_gelu, max_positions, set_dropout
 from support.model.loss import add_loss, returns_plain_logits
 
 if TYPE_CHECKING:
@@ -141,6 +140,40 @@ def _counts(parameters: list[nn.Parameter]) -> tuple[int, int]:
     """Return the number of elements, and of those that are trained."""
     sizes = [(p.numel(), p.requires_grad) for p in parameters]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+# ------------------------------------------------------------------- settings of an architecture
+
+
+def fuse_gelu(config) -> dict[str, str]:
+    """Replace GPT-2's activation by the same function in one kernel; return the original settings.
+
+    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
+    1606.08415) in eight operations; gelu_pytorch_tanh is PyTorch's own implementation.
+    """
+    text_config = config.get_text_config()
+    replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
+    text_config.update(dict.fromkeys(replaced, "gelu_pytorch_tanh"))
+    return replaced
+
+
+def set_dropout(config, probability: float, ctx: DistContext) -> None:
+    """Set every dropout probability of an architecture, whatever its name is."""
+    text_config = config.get_text_config()
+    names = [
+        name
+        for name, value in text_config.to_dict().items()
+        if "drop" in name and type(value) in (float, int)
+        if not name.startswith(("summary", "classifier"))
+    ]
+    text_config.update(dict.fromkeys(names, probability))
+    if not names and probability:
+        ctx.console.warn("--dropout: this architecture has no dropout.")
+
+
+def max_positions(config) -> int | None:
+    """Return the longest sequence that the model supports; None if it has no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 # -------------------------------------------------------------------------------- resolving --model

@@ -118,3 +118,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = list(
+            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
+        )
+    return blocks

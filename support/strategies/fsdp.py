@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.cluster.context import DistContext
-from support.model.layers import transformer_blocks
+from support.model.weights import transformer_blocks
 from support.unwrap import is_fsdp_module
 
 __all__ = ["blocks_to_shard", "fill_from_rank0", "is_fsdp_module"]
