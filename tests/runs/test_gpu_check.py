@@ -131,35 +131,23 @@ class Pretended(bench.Bench):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-@pytest.fixture
-def pretend(tmp_path, monkeypatch, capsys):
-    """pretend(*parts) runs them; returns (exit code, lines, report, commands)."""
+def test_all_parts_pass_where_all_runs_are_right(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "Bench", Pretended)
     machine = bench.Machine(2, 80 * GB, ["GPUs: two"])
     monkeypatch.setattr(gpu_check, "describe_machine", lambda: machine)
     monkeypatch.setattr(bench, "LIBAIO", Path("/"))
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-
-    def run(*parts):
-        monkeypatch.setattr(Pretended, "commands", [])
-        code = gpu_check.main([*map(str, parts), "--out", str(tmp_path)])
-        name = f"report{''.join(f'-{part}' for part in parts)}.md"
-        lines = capsys.readouterr().out.splitlines()[1:-1]
-        return code, lines, (tmp_path / name).read_text(), Pretended.commands
-
-    return run
-
-
-def test_all_parts_pass_where_all_runs_are_right(pretend):
-    code, lines, report, commands = pretend()
-    assert code == 0 and all(line.startswith("PASS") for line in lines), lines
+    assert gpu_check.main(["--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    report = (tmp_path / "report.md").read_text()
+    assert all(line.startswith("PASS") for line in lines), lines
     for strategy in STRATEGIES:
         assert f"PASS fp16 {strategy}: " in "\n".join(lines)
         assert f"PASS srun, 2 ranks, {strategy}: " in "\n".join(lines)
     assert "| dp | 17.850 | 17.000 | +5.0% | 20.000 | 1.000 | — | 2.000 |" in report
     assert "32 sequences, compiled\n\n| Trainer | 100000 | 1.10 |" in report
     assert "| zero3 | 1 | torch/x.py:1 | support/y.py:2 |" in report
-    text = "\n".join(commands)
+    text = "\n".join(Pretended.commands)
     assert "--fsdp_config" in text and "--batch_size 64 --gradient_accumulation_steps 4" in text
     assert text.count("benchmarks.peers") == 4 and text.count("--simulate_gpus 8") == 7
     assert text.count("--model gpt2-medium") == text.count("--simulate_gpus 4") == 3
