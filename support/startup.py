@@ -24,8 +24,8 @@ from support.cluster import launch as launching
 from support.cluster import tuning
 from support.cluster.launch import Launch, continue_restarted
 from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, MissingRequirement, Preempted, UserError
+from support.files.user_files import read_json
 from support.known_models import EMBEDDED_MODEL
-from support.memory.architectures import read_config
 from support.optimizers import OPTIMIZERS
 from support.redaction import redact
 
@@ -170,4 +170,4 @@ def check_model_path(args: Arguments) -> None:
                 "continue the run that trained them (--resume, with its --model and --lora_r)."
             )
         raise UserError(f"--model {args.model}: {problem}")
-    read_config(str(folder / "config.json"))
+    read_json("--model", str(folder / "config.json"))

@@ -336,16 +336,3 @@ class DelayedFlag:
             return False
         previous[1].synchronize()
         return previous[0].item() > 0
-
-
-def saves_due(args: Arguments, before: dict, steps: int, blocks: int) -> int:
-    """Return how many checkpoints a run of so many optimizer steps will still save.
-
-    Args:
-        blocks: sequences in an epoch.
-    """
-    if args.no_save or args.eval_only:
-        return 0
-    every = steps // args.save_every - before["step"] // args.save_every if args.save_every else 0
-    epochs = max(0, (args.epochs or 1) - before["samples"] // blocks) if args.save_epochs else 0
-    return max(0, every) + epochs + bool(args.load_best_at_end)

@@ -108,7 +108,7 @@ class _Recorder(dict):
 def check_with_deepspeed(args: Arguments) -> None:
     """Let DeepSpeed check the keys and values of --ds_config.
 
-    It imports DeepSpeed, so the device must have been chosen (cluster/devices.py).
+    It imports DeepSpeed, so the device must have been chosen (cluster/tuning.py).
 
     Raises:
         UserError: a key is unknown, or a value is not valid.

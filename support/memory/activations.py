@@ -152,9 +152,6 @@ def loss_terms(work: Workload, strategy: str) -> list[Term]:
 
 
 def gradients_of_head(work: Workload, strategy: str) -> int:
-    """Return the bytes of the output layer's gradients: of its input, and of its weight if trained.
-
-    Backward starts with them; except in fp16, the loss has computed them.
-    """
+    """Return the bytes of the gradients of the head: of its input, and of its weight if trained."""
     rows = work.tokens + (0 if work.lora else work.model.vocabulary)
     return work.stream(strategy) * work.model.hidden * rows

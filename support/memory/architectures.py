@@ -63,8 +63,7 @@ class Architecture:
     limit: int | None  # the longest sequence; None if the configuration does not state it
     tied: bool  # the output layer shares the weight of the input embedding
     activation: str  # of the MLP, by transformers' name
-    # Biases on query, key and value; on attention's output; in the MLP. GPT-2 has all, GPT-NeoX the
-    # last one, and with qkv_bias the first two.
+    # Of Llama and GPT-NeoX: biases on query, key and value; on attention's output; in the MLP.
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -83,29 +82,23 @@ class Architecture:
     def linear_layers(self) -> dict[str, Linear]:
         """Return the linear layers of a block, in the model's order, by the ends of their names."""
         h, f, q, k = self.hidden, self.intermediate, self.query, self.key
-        if self.family == "gpt2":
+        if self.family == "llama":
             return {
-                "attn.c_attn": Linear(h, 3 * h, True),
-                "attn.c_proj": Linear(h, h, True),
-                "mlp.c_fc": Linear(h, f, True),
-                "mlp.c_proj": Linear(f, h, True),
+                "self_attn.q_proj": Linear(h, q, self.qkv_bias),
+                "self_attn.k_proj": Linear(h, k, self.qkv_bias),
+                "self_attn.v_proj": Linear(h, k, self.qkv_bias),
+                "self_attn.o_proj": Linear(q, h, self.out_bias),
+                "mlp.gate_proj": Linear(h, f, self.mlp_bias),
+                "mlp.up_proj": Linear(h, f, self.mlp_bias),
+                "mlp.down_proj": Linear(f, h, self.mlp_bias),
             }
+        names, bias = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"], True
         if self.family == "gpt_neox":
-            return {
-                "attention.query_key_value": Linear(h, 3 * h, self.qkv_bias),
-                "attention.dense": Linear(h, h, self.qkv_bias),
-                "mlp.dense_h_to_4h": Linear(h, f, True),
-                "mlp.dense_4h_to_h": Linear(f, h, True),
-            }
-        return {
-            "self_attn.q_proj": Linear(h, q, self.qkv_bias),
-            "self_attn.k_proj": Linear(h, k, self.qkv_bias),
-            "self_attn.v_proj": Linear(h, k, self.qkv_bias),
-            "self_attn.o_proj": Linear(q, h, self.out_bias),
-            "mlp.gate_proj": Linear(h, f, self.mlp_bias),
-            "mlp.up_proj": Linear(h, f, self.mlp_bias),
-            "mlp.down_proj": Linear(f, h, self.mlp_bias),
-        }
+            names = ["attention.query_key_value", "attention.dense"]
+            names += ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
+            bias = self.qkv_bias
+        layers = Linear(h, 3 * h, bias), Linear(h, h, bias), Linear(h, f, True), Linear(f, h, True)
+        return dict(zip(names, layers, strict=True))
 
     @property
     def matrices(self) -> list[int]:
@@ -172,21 +165,7 @@ def find_architecture(model: str) -> Architecture:
     if not path.exists() and path.parent == Path(model):
         raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
     file = str(path) if path.exists() else download_config(model)
-    return read_architecture(read_config(file), file)
-
-
-def read_config(path: str) -> dict:
-    """Return the content of a config.json.
-
-    Raises:
-        UserError: the file cannot be read, is not JSON, or has a size that is invalid.
-    """
-    config = read_json("--model", path)
-    for name in (*GPT2_KEYS, *GPT2_KEYS.values(), "vocab_size"):
-        size = config.get(name, 1)
-        if "act" not in name and size is not None and not (isinstance(size, int) and size > 0):
-            raise UserError(f"--model {path}: {name} is {size}, and must be a whole number.")
-    return config
+    return read_architecture(read_json("--model", file), file)
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
@@ -207,9 +186,9 @@ def read_architecture(config: dict, path: str) -> Architecture:
 
     def size(name: str, default: int | None = None) -> int:
         found = value.get(name, default)
-        if found is None:
-            raise UserError(f"--model {path}: {name} is missing.")
-        return int(found)
+        if not isinstance(found, int) or found < 1:
+            raise UserError(f"--model {path}: {name} is {found}, and must be a whole number.")
+        return found
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     biases = bool(value.get("attention_bias", False))

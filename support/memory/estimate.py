@@ -1,13 +1,11 @@
 """Memory estimate of a run before it starts: bytes on each GPU, in host memory and on NVMe.
 
-The estimate is computed from the numbers in a model's config.json, for each strategy, as a list of
-terms (name, bytes, phases). The peak is the largest sum of the terms of one phase. It needs no
-PyTorch, no weights and no GPU. The tests compare it with measurements: live tensors by category
-(support/memory/live.py) in a real run and in a simulated one (--simulate_gpus).
+It is a list of terms (name, bytes, phases) for each strategy, computed from a model's config.json
+without PyTorch. The peak is the largest sum of the terms of one phase. Tests compare it with live
+tensors in real and simulated runs.
 
 Sources. Model states: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 3, with the dtypes that
 PyTorch and DeepSpeed 0.19 use. Buffers: DeepSpeed's runtime/zero/stage_1_and_2.py and stage3.py.
-Activations and loss: support/memory/activations.py.
 """
 
 from __future__ import annotations
@@ -17,27 +15,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from support.cli.ds_config import bucket_sizes
-from support.memory.activations import (
-    BACKWARD,
-    END,
-    LOSS,
-    STEP,
-    UPDATE,
-    Term,
-    activation_terms,
-    gradients_of_head,
-    loss_terms,
-)
+from support.memory import activations
+from support.memory.activations import BACKWARD, END, LOSS, STEP, UPDATE, Term
 from support.memory.workload import Workload
 from support.strategy import STRATEGIES
 from support.units import GB, MB
 
-# Allowances, not measured: for memory outside of tensors (the CUDA context, cuBLAS workspaces,
-# NCCL), and for fragmentation.
+# Allowances, not measured: for the CUDA context, cuBLAS and NCCL, and for fragmentation.
 CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
-# On a CPU: resident memory of Python and the libraries (and of DeepSpeed, with its ops), and the
-# ratio of glibc's heap, which keeps freed memory for reuse, to the live tensors. Measured with
-# torch 2.13; docs/PLAN.md compares the plan with runs.
+# On a CPU: resident memory of Python and the libraries (and of DeepSpeed), and the ratio of glibc's
+# heap, which keeps freed memory, to the live tensors. Measured with torch 2.13, see docs/PLAN.md.
 CPU_LIBRARIES, DEEPSPEED_LIBRARIES, CPU_SLACK = 410 * MB, 70 * MB, 1.2
 HOST, NVME = ("host",), ("nvme",)
 
@@ -99,9 +86,9 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
         states, sent = _stage3(work, row.uses_nvme)
     else:
         states, sent = _stages12(work, row.stage, row.offloads)
-    activations = activation_terms(work, strategy)
+    saved = activations.activation_terms(work, strategy)
     dequantized = Term("weight converted from 4 bits", work.dequantized, (BACKWARD,))
-    terms = [*states, *activations, *loss_terms(work, strategy), dequantized]
+    terms = [*states, *saved, *activations.loss_terms(work, strategy), dequantized]
     in_fp16 = work.precision == "fp16"  # backward computes the gradients of the output layer
     on_device = {term.name: term.size for term in states if set(term.phases) & set(STEP)}
     return MemoryEstimate(
@@ -110,8 +97,8 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
         gradients=on_device.get("gradients", 0),
         optimizer=on_device.get("optimizer states", 0),
         buffers=on_device.get("communication buffers", 0),
-        activations=sum_of(activations, LOSS),
-        logits=0 if in_fp16 else gradients_of_head(work, strategy),
+        activations=sum_of(saved, LOSS),
+        logits=0 if in_fp16 else activations.gradients_of_head(work, strategy),
         peak=max(sum_of(terms, phase) for phase in STEP),
         host=sum_of(terms, "host"),
         nvme=sum_of(terms, "nvme"),
@@ -192,11 +179,7 @@ def _stages12(work: Workload, stage: int, offload: bool) -> tuple[list[Term], in
 
 
 def _host_of_offload(work: Workload, shares: list[int]) -> list[Term]:
-    """Return what DeepSpeed's stage 2 keeps in host memory for its CPU optimizer.
-
-    It follows stage_1_and_2.py (cpu_offload). With "pin_memory", as in ds_config_offload.json, all
-    of it is page-locked except the moments, which CPU Adam allocates.
-    """
+    """Return what DeepSpeed keeps in host memory: page-locked, except the moments of CPU Adam."""
     c = work.item
     fp32, copies = (_page_locked(work, [size * share for share in shares]) for size in (4, c))
     accumulated = work.trained if work.accumulation > 1 else []  # one tensor per parameter
@@ -272,11 +255,7 @@ def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
 
 
 def _fsdp(work: Workload, strategy: str) -> tuple[list[Term], int]:
-    """Estimate FSDP2: shards of all states, with the dtypes of _dp.
-
-    Transformer blocks are gathered one by one. Parameters outside of them are gathered for a whole
-    pass.
-    """
+    """Estimate FSDP2: sharded states; blocks are gathered one by one, the rest for a whole pass."""
     m, n, lora = work.model, work.world_size, work.lora
     # Bytes per gathered element. In fp16 parameters are gathered in fp32, because autocast is used.
     c = work.stream(strategy)
@@ -304,10 +283,9 @@ def _fsdp(work: Workload, strategy: str) -> tuple[list[Term], int]:
 
 
 def _temporaries(work: Workload) -> int:
-    """Return the bytes per element of a tensor that an unfused optimizer needs while it updates it.
+    """Return the temporary bytes per element while an optimizer updates a tensor.
 
-    Adafactor computes the update in two fp32 tensors. The kernels of bitsandbytes need none on
-    CUDA; on a CPU they compute with five fp32 tensors.
+    Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none.
     """
     if work.optimizer == "adafactor":
         return 8
@@ -320,14 +298,11 @@ def _parts(sizes: list[int], n: int) -> int:
 
 
 def _groups(work: Workload) -> list[list[int]]:
-    """Return the sizes of the trained matrices and of the other trained parameters.
-
-    DeepSpeed flattens each parameter group separately. Adapters are matrices.
-    """
+    """Return the sizes in each parameter group: matrices (also adapters), and the rest."""
     if work.lora:
         return [work.trained]
-    matrices = [size for size in work.trained if work.model.is_matrix(size)]
-    return [matrices, [size for size in work.trained if not work.model.is_matrix(size)]]
+    is_matrix = work.model.is_matrix
+    return [[size for size in work.trained if is_matrix(size) == kind] for kind in (True, False)]
 
 
 def _share(group: list[int], work: Workload) -> int:

@@ -36,27 +36,20 @@ class Limits:
     nvme: int | None = None
     ranks_per_node: int = 1  # number of these ranks
 
-    def hold(self, need: MemoryEstimate) -> bool:
-        """Return whether a strategy's memory estimate fits."""
-        ranks = self.ranks_per_node
-        sizes = (
-            (need.total, self.gpu),
-            (need.host * ranks, self.host),
-            (need.nvme * ranks, self.nvme),
+    def hold(self, need: MemoryEstimate, share: float = 1.0) -> bool:
+        """Return whether a strategy's memory estimate fits, in this share of the GPU."""
+        return (
+            (self.gpu is None or need.total <= int(share * self.gpu))
+            and (self.host is None or need.host * self.ranks_per_node <= self.host)
+            and (self.nvme is None or need.nvme * self.ranks_per_node <= self.nvme)
         )
-        return all(available is None or size <= available for size, available in sizes)
-
-    def with_margin(self) -> Limits:
-        """Return the limits for advice, which leave a margin on the GPU."""
-        return replace(self, gpu=None if self.gpu is None else int(ADVISED_SHARE * self.gpu))
 
 
 def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Workload]:
     """Choose the first strategy that fits, if necessary with changes of the workload.
 
-    The changes are smaller micro-batches, which cost little; then gradient checkpointing, which
-    computes the forward pass twice; then both. Only if none of them makes a strategy fit that keeps
-    its states on the GPU, those that offload are tried.
+    The changes are smaller micro-batches, then gradient checkpointing, then both. Strategies that
+    offload are tried last.
 
     Returns:
         The memory estimate, or None if nothing fits; and the workload, in which gradient
@@ -70,15 +63,15 @@ def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Wo
                 if limits.hold(need := predict(changed, strategy)):
                     return need, changed
             for strategy in supported:
-                if split := fitting_split(changed, strategy, limits):
+                if split := fitting_split(changed, strategy, limits.hold):
                     return predict(split, strategy), split
     return None, work
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number from 1 to `most` for which `fits` is true, or 0.
+    """Return the largest number up to `most` for which, as for all smaller ones, `fits` is true.
 
-    `fits` must be true for all smaller numbers if it is true for a number.
+    0 if it is false for 1.
     """
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
@@ -102,22 +95,19 @@ def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
     return None
 
 
-def fitting_split(work: Workload, strategy: str, limits: Limits) -> Workload | None:
+def fitting_split(
+    work: Workload, strategy: str, holds: Callable[[MemoryEstimate], bool]
+) -> Workload | None:
     """Return the same step in the largest micro-batches that fit, or None."""
 
     def split(size: int) -> Workload:
         accumulation = work.accumulation * work.batch_size // size
         return replace(work, batch_size=size, accumulation=accumulation)
 
-    def fits(size: int) -> bool:
-        return limits.hold(predict(split(size), strategy))
-
-    if fits(work.batch_size):  # without accumulation, it may need less than half of it
-        return work
-    small = [n for n in range(1, math.isqrt(work.batch_size) + 1) if work.batch_size % n == 0]
-    sizes = sorted({*small, *(work.batch_size // n for n in small)})
-    first_too_large = bisect_left(sizes, True, key=lambda size: not fits(size))
-    return split(sizes[first_too_large - 1]) if first_too_large else None
+    batch = work.batch_size
+    small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
+    sizes = sorted({*small, *(batch // n for n in small)}, reverse=True)
+    return next((split(n) for n in sizes if holds(predict(split(n), strategy))), None)
 
 
 # ------------------------------------------------------------------------------ a run in progress
@@ -178,27 +168,29 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
     The candidates, smallest change first: another strategy with the same batch; a smaller
     micro-batch with more accumulation; gradient checkpointing; sequences of half the length.
     """
-    limits, present = limits.with_margin(), predict(work, strategy).total
+
+    def holds(need: MemoryEstimate) -> bool:
+        return limits.hold(need, ADVISED_SHARE)
+
+    present = predict(work, strategy).total
     others = {other: predict(work, other) for other in PREFERENCE if other in work.strategies}
     needs = {f"--strategy {o}": need for o, need in others.items() if need.total < 0.98 * present}
-    split = fitting_split(work, strategy, limits)
+    split = fitting_split(work, strategy, holds)
     if split and split.batch_size < work.batch_size:
         accumulation = f"--gradient_accumulation_steps {split.accumulation}"
         needs[f"--batch_size {split.batch_size} {accumulation}"] = predict(split, strategy)
-    if not work.gradient_checkpointing:
-        checkpointing = replace(work, gradient_checkpointing=True)
-        needs["--gradient_checkpointing"] = predict(checkpointing, strategy)
-    if work.seq_length >= 64:
-        half = replace(work, seq_length=work.seq_length // 2)
-        needs[f"--seq_length {half.seq_length}"] = predict(half, strategy)
-    return {flags: need for flags, need in needs.items() if limits.hold(need)}
+    checkpointing = replace(work, gradient_checkpointing=True)
+    needs["--gradient_checkpointing"] = predict(checkpointing, strategy)
+    half = replace(work, seq_length=work.seq_length // 2)
+    needs[f"--seq_length {half.seq_length}"] = predict(half, strategy)
+    return {flags: need for flags, need in needs.items() if holds(need)}
 
 
 def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str]:
     """Return lines of advice with memory estimates, for a run that ran out of memory."""
     need, capacity = predict(work, strategy), f" of {limits.gpu / GB:.1f}" if limits.gpu else ""
     estimate = f"Memory estimate for {strategy}: {need.total / GB:.1f}{capacity} GB"
-    if limits.with_margin().hold(need):
+    if limits.hold(need, ADVISED_SHARE):
         return [
             f"{estimate}, which should fit. Check whether another process uses this memory. "
             "The estimate does not include dropout or a long prompt."

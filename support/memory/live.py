@@ -37,9 +37,8 @@ def _is_gathered(parameter: torch.Tensor) -> bool:
 def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     """Count live tensors by category. Call it at the end of backward, before the update.
 
-    Every storage is counted once, in the first category that contains it. "optimizer" contains the
-    fp32 master weights, if any, and Adam's moments; "buffers" the model's and those of
-    communication.
+    Every storage is counted once, in the first category that contains it. "optimizer" includes fp32
+    master weights, "buffers" those of communication.
 
     Returns:
         {"categories": bytes by category, on any device, "on_device": bytes on the training device,
@@ -52,21 +51,26 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
     states = [value for state in base.state.values() for value in state.values()]
     moments = [state for state in states if isinstance(state, torch.Tensor)]
     gradients = [p.grad for p in (*model.parameters(), *updated, *masters)]
+    # DeepSpeed's lists of gradients, of stages 1 and 2 and of stage 3; the bucket of stage 3.
+    for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
+        gradients += tensors or ()
+    gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
+    buffers = [*model.buffers()]
+    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
+        buffers += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
     seen: set[int] = set()
     counted = {
         "parameters": count(_parameters(model), seen),
-        "gradients": count((*gradients, *_deepspeed_gradients(optimizer)), seen),
+        "gradients": count(gradients, seen),
         "optimizer": count((*updated, *masters, *moments), seen),
-        "buffers": count((*model.buffers(), *_communication_buffers(optimizer)), seen),
+        "buffers": count(buffers, seen),
         "other": count(all_tensors(), seen),
     }
     placement = _placement(optimizer)
     on_device = {name: sizes[device.type] for name, sizes in counted.items()}
     # On a CPU the device is the host. The strategy determines what would be on a GPU.
     if device.type == "cpu":
-        for name in ("gradients", "optimizer"):
-            if placement[name] != "device":
-                on_device[name] = 0
+        on_device |= {name: 0 for name, place in placement.items() if place != "device"}
         if placement["parameters"] == "nvme":  # only the small ones stay
             small = [p for p in model.parameters() if p.ds_persist]
             tensors = (tensor for p in small for tensor in (p.ds_tensor, p.data))
@@ -119,21 +123,8 @@ def _parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
             state = state.state2
 
 
-def _deepspeed_gradients(optimizer) -> Iterator[torch.Tensor | None]:
-    """Yield the gradients in DeepSpeed's own lists, of stages 1 and 2 and of stage 3."""
-    for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
-        yield from tensors or ()
-    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
-
-
-def _communication_buffers(optimizer) -> Iterator[torch.Tensor | None]:
-    """Yield DeepSpeed's buckets; between backward and update only stage 3 has one."""
-    for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
-        yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
-
-
 def _placement(optimizer) -> dict[str, str]:
-    """Return where DeepSpeed's optimizer stores model states between steps; else "device"."""
+    """Return where DeepSpeed stores model states between steps; "device" without it."""
     swaps = getattr(optimizer, "swap_optimizer", False)
     on_host = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
     return {

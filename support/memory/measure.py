@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -104,6 +103,12 @@ class StepMemory:
         peak: of the training device, shared by the whole run.
         detailed: also record the phases of a step on a CPU.
         kept_by_loss: returns the bytes that the loss of the last micro-batch kept for backward.
+
+    Attributes:
+        live: the result of `live_bytes`; with activations and logits after `end`.
+        phases: {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
+        slows_down: the measurement slows down the step.
+        written: bytes that this process wrote to disks during the step.
     """
 
     def __init__(
@@ -116,14 +121,11 @@ class StepMemory:
     ):
         self.model, self.optimizer, self.kept_by_loss = model, optimizer, kept_by_loss
         self.device, self._peak = peak.device, peak
-        # Result of `live_bytes` after `after_backward`; with activations and logits after `end`.
         self.live: dict | None = None
-        # {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
         self.phases: dict[str, dict[str, int]] | None = None
-        # The measurement slows down the step.
-        self.slows_down = detailed and self.device.type == "cpu"
-        self.written = 0  # bytes that this process wrote to disks during the step
-        self._records = detailed or self.device.type == "cuda"
+        self._on_gpu = self.device.type == "cuda"
+        self.slows_down = detailed and not self._on_gpu
+        self.written = 0
         self._profiler: torch.autograd.profiler.profile | None = None
         self._gathered, self._start, self._written_before = 0, 0, 0
         self._marks: list[tuple[str, int, int]] = []  # phase, live bytes at its end, its peak
@@ -131,12 +133,10 @@ class StepMemory:
     def begin(self) -> None:
         """Start the measurement at the beginning of a step."""
         self._written_before = system.written_bytes()
-        if not self._records:
-            return
-        if self.device.type == "cuda":
+        if self._on_gpu:
             self._peak.mark()  # excludes earlier steps
             self._start = torch.cuda.memory_allocated(self.device)
-        else:
+        elif self.slows_down:
             self._start = sum(count(all_tensors(), set()).values())
             self._profiler = torch.autograd.profiler.profile(use_device=None, profile_memory=True)
             self._profiler.__enter__()
@@ -144,13 +144,11 @@ class StepMemory:
 
     def mark(self, phase: str) -> None:
         """Record the end of `phase`. On a GPU the caller has just marked the peak."""
-        if not self._records:
-            return
         if phase == "forward":
             self._gathered = gathered_bytes(self.model)
-        if self.device.type == "cuda":
+        if self._on_gpu:
             self._marks.append((phase, torch.cuda.memory_allocated(self.device), self._peak.last))
-        else:
+        elif self._profiler is not None:
             with torch.profiler.record_function(f"{MARK}{phase}"):
                 pass
 
@@ -167,14 +165,12 @@ class StepMemory:
     def end(self) -> None:
         """Finish the measurement after the last mark of the step."""
         self.written = system.written_bytes() - self._written_before
-        if not self._records:
-            return
         if self._profiler is not None:
-            addresses: set[int] = set()
-            count(all_tensors(), addresses)
             self._profiler.__exit__(None, None, None)
-            self._marks = marks_of_profile(self._profiler, self._start, addresses)
+            self._marks = marks_of_profile(self._profiler, self._start)
             self._profiler = None
+        if not self._marks:
+            return
         self.phases, previous, in_forward = {}, self._start, None
         for phase, live, peak in self._marks:
             phase_bytes = self.phases.setdefault(phase, {"live": 0, "peak": 0})
@@ -191,25 +187,15 @@ class StepMemory:
             sizes.update(activations=activations, logits=logits)
 
 
-class Allocation(NamedTuple):
-    """An allocation in a profile, or with a negative size a release."""
-
-    time: int
-    address: int
-    size: int
-
-
-def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, int, int]]:
+def marks_of_profile(profiler, start: int) -> list[tuple[str, int, int]]:
     """Return (phase, live bytes at its end, peak bytes within it) for each mark in a profile.
 
-    The profile does not record what a thread of gloo releases, and in some runs one of them has the
-    last reference to the input of a collective. Such an allocation counts until the next one, or
-    until its phase ends.
+    The profile does not record what a thread of gloo releases. Such an allocation counts until its
+    address is allocated again.
 
     Args:
         profiler: torch.autograd.profiler.profile with profile_memory.
         start: live bytes at the start of the profile, the release of which it does not record.
-        at_end: addresses of the tensors that are live at the end of the profile.
     """
 
     def walk(tree) -> Iterator:
@@ -217,95 +203,61 @@ def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, 
             yield event
             yield from walk(event.children)
 
-    phases: list[tuple[str, list[Allocation]]] = []
-    allocations: list[Allocation] = []
     events = walk(profiler.kineto_results.experimental_event_tree())
+    live, peak, allocated, marks = start, start, {}, []
     for event in sorted(events, key=lambda event: event.start_time_ns):
         if event.name.startswith(MARK):
-            phases.append((event.name.removeprefix(MARK), allocations))
-            allocations = []
+            marks.append((event.name.removeprefix(MARK), live, peak))
+            peak = live
         elif event.name == "[memory]":
-            fields = event.typed[1]
-            allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
-    lost = _released_elsewhere(phases, at_end)
-    live, marks = start, []
-    for phase, allocations in phases:
-        peak, lost_bytes = live, 0
-        for allocation in allocations:
-            if allocation in lost:
-                live -= lost_bytes
-                lost_bytes = allocation.size
-            live += allocation.size
+            address, size = event.typed[1].ptr, event.typed[1].alloc_size  # negative: a release
+            previous = allocated.pop(address, 0)
+            if size > 0:
+                live -= previous
+                allocated[address] = size
+            live += size
             peak = max(peak, live)
-        live -= lost_bytes
-        marks.append((phase, live, peak))
     return marks
-
-
-def _released_elsewhere(
-    phases: list[tuple[str, list[Allocation]]], at_end: set[int]
-) -> set[Allocation]:
-    """Return the allocations whose address was allocated again, or has no tensor at the end.
-
-    Those of a forward pass are left out: DDP keeps the buckets that it allocates in its second one.
-    """
-    lost: set[Allocation] = set()
-    newest: dict[int, Allocation] = {}  # by address
-    for phase, allocations in phases:
-        for allocation in allocations:
-            previous = newest.pop(allocation.address, None)
-            if allocation.size > 0 and previous is not None:
-                lost.add(previous)
-            if allocation.size > 0 and phase != "forward":
-                newest[allocation.address] = allocation
-    return lost | {newest[address] for address in newest.keys() - at_end}
 
 
 def of_this_rank(
     memory_by_phase: MemoryByPhase, step: StepMemory, nvme_folder: str | None, is_node_leader: bool
 ) -> dict:
-    """Return this rank's measurements for `over_ranks`."""
+    """Return this rank's measurements for `over_ranks`, by keys of results.json."""
+    live = step.live or dict.fromkeys(("categories", "on_device", "moments", "placement"))
     return {
-        "device": memory_by_phase.device_bytes(),
-        "host_peak": system.host_bytes()[1],
-        "pinned": pinned_bytes(),
-        "nvme": system.folder_bytes(nvme_folder) if is_node_leader else 0,
-        "nvme_written": step.written if nvme_folder else 0,
-        "unseen": system.unseen_bytes(memory_by_phase.device),
-        "phases": memory_by_phase.noted,
-        "step": step.phases,
-        "live": step.live or dict.fromkeys(("categories", "on_device", "moments", "placement")),
+        **{f"{kind}_bytes": size for kind, size in memory_by_phase.device_bytes().items()},
+        "host_peak_bytes": system.host_bytes()[1],
+        "pinned_bytes": pinned_bytes(),
+        "nvme_bytes": system.folder_bytes(nvme_folder) if is_node_leader else 0,
+        "nvme_written_bytes_per_step": step.written if nvme_folder else 0,
+        "device_used": system.unseen_bytes(memory_by_phase.device),
+        "categories_bytes_by_rank": live["categories"],
+        "device_categories_bytes_by_rank": live["on_device"],
+        "moments_bytes": live["moments"],
+        "placement": live["placement"],
+        "phases_bytes": memory_by_phase.noted,
+        "step_bytes_by_rank": step.phases,
     }
 
 
 def over_ranks(ranks: list[dict]) -> dict:
     """Return the "memory" entry of results.json; docs/OUTPUTS.md explains each key."""
-
-    def each(key: str, of: str) -> list:
-        return [rank[of][key] for rank in ranks]
-
-    by_rank, phases = each("categories", "live"), ranks[0]["phases"]
+    lists = {key: [rank[key] for rank in ranks] for key in ranks[0]}
+    by_rank, phases = lists["categories_bytes_by_rank"], lists["phases_bytes"]
+    largest = None  # of any rank; None if one was not measured
+    if None not in by_rank:
+        sizes = {kind: [rank[kind] for rank in by_rank] for kind in by_rank[0]}
+        largest = {kind: None if None in each else max(each) for kind, each in sizes.items()}
     return {
-        **{f"{kind}_bytes": each(kind, "device") for kind in ("allocated", "reserved", "peak")},
-        "host_peak_bytes": [rank["host_peak"] for rank in ranks],
-        "pinned_bytes": [rank["pinned"] for rank in ranks],
-        "nvme_bytes": sum(rank["nvme"] for rank in ranks),
-        "nvme_written_bytes_per_step": sum(rank["nvme_written"] for rank in ranks),
-        "device_used": [rank["unseen"] for rank in ranks],
-        # The largest of any rank; None if one was not measured.
-        "categories_bytes": None
-        if None in by_rank
-        else {
-            kind: None if None in (sizes := [rank[kind] for rank in by_rank]) else max(sizes)
-            for kind in by_rank[0]
-        },
-        "categories_bytes_by_rank": by_rank,
-        "device_categories_bytes_by_rank": each("on_device", "live"),
-        "moments_bytes": ranks[0]["live"]["moments"],
-        "placement": ranks[0]["live"]["placement"],
+        **lists,
+        "nvme_bytes": sum(lists["nvme_bytes"]),
+        "nvme_written_bytes_per_step": sum(lists["nvme_written_bytes_per_step"]),
+        "categories_bytes": largest,
+        "moments_bytes": lists["moments_bytes"][0],
+        "placement": lists["placement"][0],
         "phases_bytes": {
-            phase: {kind: [rank["phases"][phase][kind] for rank in ranks] for kind in kinds}
-            for phase, kinds in phases.items()
+            phase: {kind: [rank[phase][kind] for rank in phases] for kind in kinds}
+            for phase, kinds in phases[0].items()
         },
-        "step_bytes_by_rank": [rank["step"] for rank in ranks],
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
-import sys
 from pathlib import Path
 
 import psutil
@@ -16,12 +15,9 @@ def host_bytes() -> tuple[int, int]:
     """Return (current, peak) resident memory of this process in bytes."""
     now = psutil.Process().memory_info().rss
     # VmHWM starts with this program; ru_maxrss can be inherited from the parent process.
-    with contextlib.suppress(OSError):
-        status = Path("/proc/self/status").read_text()
-        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
-            return now, 1024 * int(found[1])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return now, unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+        return now, 1024 * int(found[1])
+    return now, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def allocator_bytes(device: torch.device) -> tuple[int, int | None]:
@@ -55,16 +51,12 @@ def control_group_limits() -> list[int]:
     limits = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-            if "memory" in controllers.split(","):
-                root, name = root / "memory", "memory.limit_in_bytes"
-            elif controllers:
-                continue
-            folder = root / path.lstrip("/")
-            for group in (folder, *folder.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-                    limits.append(int((group / name).read_text()))
+            path = line.split(":", 2)[2].lstrip("/")
+            for root, file in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+                group = Path("/sys/fs/cgroup", root, path)
+                for folder in (group, *group.parents):
+                    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+                        limits.append(int((folder / file).read_text()))
     return limits
 
 

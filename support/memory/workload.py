@@ -68,15 +68,12 @@ class Workload:
 
     model: Architecture
     world_size: int  # number of ranks, one per GPU
-    # Sequences in one micro-batch, and tokens in each.
-    batch_size: int = 4
-    seq_length: int = 512
+    batch_size: int = 4  # sequences in one micro-batch
+    seq_length: int = 512  # tokens in each
     precision: str = "bf16"  # "fp32", "bf16" or "fp16"
-    # Keep only the inputs of the transformer blocks for backward.
     gradient_checkpointing: bool = False
     accumulation: int = 1  # micro-batches per optimizer step
-    # "cuda", or "cpu" for a simulation on a CPU (the rules of autocast differ).
-    device: str = "cuda"
+    device: str = "cuda"  # or "cpu", where the rules of autocast differ
     rank: int | None = None  # the rank to estimate; None: the one that needs the most memory
     lora: Adapters | None = None  # adapters on frozen weights; None: all parameters are trained
     fused_gelu: bool = True  # one kernel computes GPT-2's activation

@@ -2,7 +2,6 @@
 
 resolve   finds, downloads or initializes a model: from --model to a ModelSpec
 weights   read from a folder, drawn from the seed, distributed to the ranks
-layers    settings and layers whose names depend on the architecture
 loss      the next-token loss, computed in chunks of the logits by the output layer
 isolation attention within a document, where a sequence has several
 lora      LoRA adapters: attached by peft, merged into the weights for an export

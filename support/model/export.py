@@ -9,62 +9,35 @@ An export needs memory for one file of weights on rank 0, and none on the other 
 
 from __future__ import annotations
 
-import shlex
-import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from tempfile import gettempdir
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from support.cli.arguments import Arguments
 from support.cli.paths import is_local_model
-from support.cluster.context import DTYPES, DistContext
-from support.errors import FirstError, TrainingError, UserError
+from support.cluster.context import DTYPES
+from support.errors import FirstError, TrainingError
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.known_models import EMBEDDED_MODEL
 from support.memory.system import host_bytes
-from support.model import lora
 from support.model.weights import persistent_buffers
-from support.optimizers import OPTIMIZERS
-from support.units import GB, perplexity_of
+from support.units import perplexity_of
 from support.unwrap import unwrapped
 
 if TYPE_CHECKING:
     from support.checkpoints.manager import CheckpointManager
 
 
-class Target:
-    """Destination folder of an export, with its state at the start of the run.
+class Target(NamedTuple):
+    """Destination folder of an export."""
 
-    Args:
-        named: the folder as the user wrote it.
-        overwrite: replace whatever the folder contains at the end of the run.
-        own: the folder contains an earlier export of the same run.
-    """
-
-    # The repository on the hub to which the export is pushed (rank 0), or None.
-    repository: str | None = None
-
-    def __init__(self, named: Path, overwrite: bool, own: bool):
-        self.named, self.folder, self._overwrite = named, named.absolute(), overwrite
-        self._seen = _identity(self.folder) if own else None
-
-    @property
-    def may_be_replaced(self) -> bool:
-        """True with --overwrite, or if the folder is this run's earlier export, unchanged."""
-        return self._overwrite or (self._seen is not None and _identity(self.folder) == self._seen)
-
-
-def _identity(folder: Path) -> tuple | None:
-    if not folder.is_dir():
-        return None
-    status = folder.lstat()
-    return status.st_dev, status.st_ino, status.st_mtime_ns
+    folder: Path
+    replace: bool  # what the folder contains may be replaced; else a new name is used
 
 
 def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target:
@@ -75,7 +48,7 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     """
     exported = (earlier or {}).get("export") or {}
     own = not args.export_hf or exported.get("folder") == args.export_hf
-    return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite, own)
+    return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite or own)
 
 
 def finish(
@@ -102,7 +75,8 @@ def finish(
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
     start = time.monotonic()
-    failed, folder = export_model(trained, target, args, model_card(facts, trained.identity))
+    card = model_card(facts, trained.identity)
+    failed, folder = export_model(trained, target, args, card)
     if failed:
         if checkpoint := trained.weights_kept(state):
             advice = (
@@ -112,10 +86,9 @@ def finish(
         else:  # often because the same disk is full
             elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
             elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
-            card, saved = model_card(facts, trained.identity), Target(elsewhere, False, False)
-            lost, folder = export_model(trained, saved, args, card)
+            lost, folder = export_model(trained, Target(elsewhere, False), args, card)
             advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
-        raise TrainingError(f"The export to {target.named} failed: {failed} {advice}")
+        raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
     results.update(
         export={
             "folder": str(folder),
@@ -132,8 +105,8 @@ def export_model(
     """Write the model that a run has trained. Every rank calls this function.
 
     Returns:
-        Why it could not be written, or ""; and the folder as the user wrote it, or a new one next
-        to it if another run has written to that folder.
+        Why it could not be written, or ""; and its folder: the target, or a new one next to it if
+        another run has written to the target.
     """
     ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[args.export_dtype]
     errors, final = FirstError(), target.folder
@@ -146,30 +119,28 @@ def export_model(
     write(trained, folder, dtype, errors)
     if temporary and folder:
         errors.attempt(write_text, folder / "README.md", card)
-        final = errors.attempt(finish_folder, temporary, target.folder, target.may_be_replaced)
+        final = errors.attempt(finish_folder, temporary, target.folder, target.replace)
         temporary.remove()
     failed, final = ctx.broadcast_from_rank0((str(errors), final))
     if failed:
-        return failed, target.named
-    export_path = target.named
+        return failed, target.folder
     if final != target.folder:
-        export_path = export_path.with_name(final.name)
-        ctx.console.warn(
-            f"{target.named} holds another run's export, which is kept: "
-            "use --overwrite to replace it."
-        )
-    ctx.console.print0(f"🤗 {export_path}")
-    return "", export_path
+        ctx.console.warn(f"{target.folder} exists, and is kept: --overwrite replaces it.")
+    ctx.console.print0(f"🤗 {final}")
+    return "", final
 
 
 def _write_trained(
     trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the trained weights, of the model or its adapters, on the rank that has a `folder`."""
-    adapters = trained.spec.lora is not None
-    buffers = {} if adapters else persistent_buffers(unwrapped(trained.model))
-    stem = "adapter_model" if adapters else "model"
-    names = {name: lora.peft_name(name) if adapters else name for name in trained.state.shapes}
+    names, buffers, stem = {name: name for name in trained.state.shapes}, {}, "model"
+    if trained.spec.lora:
+        from support.model.lora import peft_name
+
+        names, stem = {name: peft_name(name) for name in names}, "adapter_model"
+    else:
+        buffers = persistent_buffers(unwrapped(trained.model))
     shapes = {names[name]: shape for name, shape in trained.state.shapes.items()}
     files = None
     if folder:
@@ -185,6 +156,8 @@ def _write_merged(
     trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the whole model with the adapters added, on the rank that has a `folder`."""
+    from support.model.lora import base_name, merged
+
     adapters = {
         name: weight.clone() if folder else None for name, weight in trained.state.whole_weights()
     }
@@ -192,13 +165,10 @@ def _write_merged(
     def write(folder: Path) -> None:
         # The frozen weights are read again from their files: memory-mapped, not copied.
         model = trained.spec.load(trained.ctx, dtype="auto")
-        shapes = {
-            lora.base_name(name): weight.shape
-            for name, weight in model.named_parameters()
-            if name not in adapters
-        }
+        frozen = {n: p.shape for n, p in model.named_parameters() if n not in adapters}
+        shapes = {base_name(name): shape for name, shape in frozen.items()}
         files = WeightFiles(folder, shapes, dtype, persistent_buffers(model))
-        for name, weight in lora.merged(model, adapters):
+        for name, weight in merged(model, adapters):
             files.write(name, weight)
         files.finish()
 
@@ -206,92 +176,28 @@ def _write_merged(
         errors.attempt(write, folder)
 
 
-def check_room(
-    args: Arguments, ctx: DistContext, target: Target, output_dir: Path, spec, saves: int
-) -> None:
-    """Check before training that the disks have room for the files that the run will write.
-
-    Raises:
-        UserError: the export, or one checkpoint together with the export, does not fit on its disk.
-    """
-    if not ctx.is_main or ctx.simulated:
-        return
-    weights = spec.trainable if spec.lora and not args.merge_lora else spec.parameters
-    export = 0 if args.no_export or args.eval_only else weights * DTYPES[args.export_dtype].itemsize
-    moments = 2 if OPTIMIZERS[args.optim].family == "adamw" else 0
-    checkpoint = 4 * (1 + moments) * spec.trainable if saves else 0
-    kept = min(saves, args.keep_last + 1) if args.keep_last else saves
-    export_disk, run_disk = _disk(target.folder), _disk(output_dir)
-    for disk in {export_disk, run_disk}:
-        export_here = export if disk == export_disk else 0
-        checkpoint_here = checkpoint if disk == run_disk else 0
-        free = shutil.disk_usage(disk).free
-        if (needed := export_here + checkpoint_here) > free:
-            raise UserError(
-                f"{disk} has {free / GB:.2f} GB free, and the export and a checkpoint of this run "
-                f"need {needed / GB:.2f} GB there: free some space, or name another folder with "
-                "--output_dir or --export_hf (--no_export skips the export)."
-            )
-        if (total := export_here + kept * checkpoint_here) > free:
-            ctx.console.warn(
-                f"{disk} has {free / GB:.2f} GB free, and all files that this run keeps there need "
-                f"{total / GB:.2f} GB: --keep_last 2 keeps only the newest checkpoints."
-            )
-
-
-def _disk(folder: Path) -> Path:
-    """Return the mount point of the disk that contains `folder`, or will contain it."""
-    parents = (folder.absolute(), *folder.absolute().parents)
-    return next(parent for parent in parents if parent.is_mount())
-
-
 # ------------------------------------------------------------------------------------- model card
 
-# Titles of the results, and their keys in results.json.
-RESULTS = {
-    "Training loss, first step": "train_loss_first",
-    "Training loss, last step": "train_loss_last",
-    "Evaluation loss": "eval_loss",
-    "Perplexity": "perplexity",
-    "Tokens seen": "tokens",
-    "Optimizer steps": "steps",
-    "Tokens per second": "tokens_per_second",
-}
+# Keys of results.json in the table of results.
+RESULTS = """
+    train_loss_first train_loss_last eval_loss perplexity tokens steps tokens_per_second
+""".split()
 TEMPLATE = """---
 {{ card_data }}
 ---
 
-# {{ name }}, {{ "trained" if scratch else "fine-tuned" }}
-{%- if dataset %} on {{ dataset.name }}{% endif %}
-{%- if adapters %}: LoRA adapters, r {{ adapters.lora_r }}, alpha {{ "%g" % adapters.lora_alpha }}
-{%- endif %}
+# {{ title }}
 
-{{ "{:,}".format(facts.parameters) }} parameters; {{ "random weights of the architecture of"
-if scratch else "base model" }} `{{ facts.model }}`. Trained with
-`real_model_example.py --strategy {{ facts.strategy }}` on {{ facts.world_size }} {{ devices }}.
+{{ "{:,}".format(facts.parameters) }} parameters; {{ kind }} `{{ facts.model }}`. Trained with
+`real_model_example.py --strategy {{ facts.strategy }}` on {{ facts.world_size }} ranks.
 
 ## Results
 
 {{ results }}
 
-Benchmarks, in the folder with these files: `pip install lm-eval`, then
-
-```bash
-{{ lm_eval }}
-```
-
 ## Training
 
-{{ hyperparameters }}
-{%- if dataset %}
-
-Data: {{ dataset.name }}, SHA-256 `{{ dataset.sha256 }}`.
-{%- endif %}
-{%- if facts.versions %}
-
-Versions: {% for name, number in facts.versions.items() %}{{ name }} {{ number }}
-{{- "" if loop.last else ", " }}{% endfor %}.
-{%- endif %}
+{{ settings }}
 {%- if facts.command %}
 
 ```bash
@@ -310,36 +216,30 @@ def model_card(facts: dict, identity: dict) -> str:
     """
     base, dataset = facts["model"], facts.get("dataset") or {}
     scratch = bool(identity["told"].get("from_scratch") or base == EMBEDDED_MODEL)
-    hyperparameters = {**identity["soft"], **identity["told"], "from_scratch": scratch}
-    has_adapters = "lora_r" in identity["hard"] and not facts.get("merged")
-    gpu = (facts.get("hardware") or {}).get("gpu")
-    model = f"pretrained={base},peft=." if has_adapters else "pretrained=."
-    # The tasks of a model that was trained on conversations get its chat template.
-    chat = " --apply_chat_template" if dataset.get("kind") == "chat" else ""
+    adapters = "lora_r" in identity["hard"] and not facts.get("merged")
+    settings = {**identity["soft"], **identity["told"], "from_scratch": scratch}
+    settings |= {key: identity["hard"][key] for key in ("lora_r", "lora_alpha") if adapters}
+    settings |= {"sha256 of the data": dataset.get("sha256"), **(facts.get("versions") or {})}
+    title = f"{Path(base).name}, {'trained' if scratch else 'fine-tuned'}"
     card = ModelCard.from_template(
         ModelCardData(
-            library_name="peft" if has_adapters else "transformers",
+            library_name="peft" if adapters else "transformers",
             pipeline_tag="text-generation",
             base_model=None if scratch or is_local_model(base) else base,
         ),
         template_str=TEMPLATE,
-        name=Path(base).name,
+        title=title + (f" on {dataset['name']}" if dataset else ""),
+        kind="LoRA adapters of" if adapters else "random weights of" if scratch else "base model",
         facts=facts,
-        dataset=dataset,
-        scratch=scratch,
-        adapters=identity["hard"] if has_adapters else None,
-        devices=f"× {gpu}" if gpu else "CPU processes" if "hardware" in facts else "ranks",
-        results=_table(((title, facts.get(key)) for title, key in RESULTS.items()), "Measured"),
-        hyperparameters=_table(hyperparameters.items(), "Hyperparameter"),
-        lm_eval=f"lm_eval --model hf --model_args {shlex.quote(model)} "
-        f"--tasks hellaswag,arc_easy,winogrande --batch_size auto{chat}",
+        results=_table({key: facts.get(key) for key in RESULTS}),
+        settings=_table(settings),
     )
     return str(card)
 
 
-def _table(rows: Iterable[tuple[str, object]], title: str) -> str:
-    lines = [f"| {title} | Value |", "|---|---|"]
-    for name, value in rows:
+def _table(values: dict) -> str:
+    lines = ["| | |", "|---|---|"]
+    for name, value in values.items():
         if isinstance(value, float):
             value = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
         if value is not None:

@@ -9,10 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.cluster.context import DistContext
-from support.model import isolation
-from support.model.layers import max_positions
-from support.model.resolve import ModelSpec
-from support.unwrap import unwrapped
+from support.model.resolve import ModelSpec, max_positions
 
 if TYPE_CHECKING:
     from support.data.chat import Prompt
@@ -36,7 +33,6 @@ def generate(
         prompt: its beginning is cut off if it is longer than the model's context.
     """
     model.eval()
-    isolation.use_sdpa(unwrapped(model).config)
     positions = max_positions(spec.config) or 2**31
     prompt_ids = prompt.ids[-(positions - 1) :]
     ids = torch.tensor([prompt_ids], device=ctx.device)

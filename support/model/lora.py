@@ -37,20 +37,18 @@ class Lora:
     targets: list[str] | str | None
     base: str  # the model's name, for adapter_config.json
     seed: int  # for the initialization of A
-    settled: Any = None  # peft's configuration of the adapters; None until `attach` has been called
+    settled: Any = None  # peft's configuration, written to adapter_config.json; set by `attach`
 
     @classmethod
-    def of(cls, args: Arguments) -> Lora | None:
-        """Return the configuration that the flags request; None without --lora_r."""
-        if args.lora_r is None:
-            return None
+    def of(cls, args: Arguments, r: int) -> Lora:
+        """Return the configuration that the flags request, with --lora_r as `r`."""
         targets: list[str] | str | None = args.lora_targets
         if args.lora_targets and args.lora_targets != ALL_LINEAR:
             targets = target_names(args.lora_targets)
         folder = Path(args.model)
         base = str(folder.resolve()) if folder.is_dir() else args.model
-        alpha = args.lora_alpha or 2.0 * args.lora_r
-        return cls(args.lora_r, alpha, args.lora_dropout, targets, base, args.seed)
+        alpha = args.lora_alpha or 2.0 * r
+        return cls(r, alpha, args.lora_dropout, targets, base, args.seed)
 
     def attach(self, model: nn.Module) -> None:
         """Attach the adapters to a model and freeze all other parameters.
@@ -63,7 +61,6 @@ class Lora:
         """
         import peft
 
-        on_meta = next(model.parameters()).is_meta
         layers = [
             name
             for name, module in model.named_modules()
@@ -71,15 +68,16 @@ class Lora:
         ]
         for name in self.targets if isinstance(self.targets, list) else []:
             if not any(is_target(layer, name) for layer in layers):
-                raise _no_such_layer(name, layers)
+                ends = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers}))
+                raise UserError(
+                    f"--lora_targets {name}: this model has no such linear layer; it has {ends}. "
+                    f"{ALL_LINEAR} selects all except the output layer."
+                )
         config = self._config(model)
         self.settled = copy.deepcopy(config)  # peft adds the name of each layer to `config`
         shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        try:
-            with torch.device("meta" if on_meta else "cpu"):
-                peft.inject_adapter_in_model(config, model, ADAPTER)
-        except ValueError as error:
-            raise _no_such_layer(self.targets, layers) from error
+        with torch.device("meta" if next(model.parameters()).is_meta else "cpu"):
+            peft.inject_adapter_in_model(config, model, ADAPTER)
         # peft sets this if the weights are transposed, as GPT-2's are.
         self.settled.fan_in_fan_out = config.fan_in_fan_out
         self.settled.inference_mode = True  # for users who load the adapters
@@ -94,15 +92,15 @@ class Lora:
             # Autocast or the engine makes input and adapter one dtype. peft would first convert the
             # input to the adapter's fp32.
             layer.cast_input_dtype_enabled = False
-        self._initialize(model, on_meta)
+        self._initialize(model)
 
-    def _initialize(self, model: nn.Module, on_meta: bool) -> None:
+    def _initialize(self, model: nn.Module) -> None:
         """Initialize A as peft does, but in fp32: peft rounds it to the model's type."""
         torch.manual_seed(self.seed)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-                if ".lora_A." in name and not on_meta:
+                if ".lora_A." in name and not parameter.is_meta:
                     # On the CPU, because a GPU draws other numbers.
                     values = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5))
                     parameter.data = values.to(parameter.device)
@@ -121,18 +119,6 @@ class Lora:
             task_type="CAUSAL_LM",
             base_model_name_or_path=self.base,
         )
-
-    def describe(self, folder: Path) -> None:
-        """Write adapter_config.json in peft's format into an existing folder, after `attach`."""
-        self.settled.save_pretrained(folder)
-
-
-def _no_such_layer(name, layers: list[str]) -> UserError:
-    layer_names = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers}))
-    return UserError(
-        f"--lora_targets {name}: this model has no such linear layer; "
-        f"it has {layer_names}. {ALL_LINEAR} selects all except the output layer."
-    )
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Next-token loss, computed from chunks of the logits.
 
-The logits of a batch ([tokens, vocabulary]) and the tensors that cross_entropy derives from them
-are the largest tensors of a step: 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has
-changed returns the loss itself if it gets targets. Its output layer computes the logits of a few
-hundred tokens, their loss and its gradient, and frees them before the next chunk.
+The logits of a batch and what cross_entropy derives from them are the largest tensors of a step:
+2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has changed returns the loss if it gets
+targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time.
 """
 
 from __future__ import annotations
@@ -119,15 +118,14 @@ class OutputLayer(nn.Linear):
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the part of a causal language model that is followed by the output layer."""
-    # Not in all models of transformers 4. OPT calls it directly, and not its base model.
+    # Not in all models of transformers 4.
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
 
 
 def add_loss(model: nn.Module) -> None:
     """Make a model that passes `returns_plain_logits` return the loss if it gets targets.
 
-    As FSDP2 does, this changes the class of the model: a module around it would change the names of
-    its parameters.
+    This changes its class: a module around it would change the names of its parameters.
     """
     cls = type(model)
     model.__class__ = type(cls.__name__, (LossMixin, cls), {"__module__": cls.__module__})
@@ -139,27 +137,26 @@ def returns_plain_logits(config) -> bool:
 
     Some models scale or cap their logits (Gemma 2, Cohere, Granite).
     """
-    decoded, inputs, outputs = [], [], []
     # Some models convert their logits to fp32. With fake tensors, which have no memory, the grouped
     # matrix multiplication of experts accepts bf16 only.
     has_experts = any("expert" in name for name in config.get_text_config().to_dict())
     with torch.no_grad(), FakeTensorMode():
         dtype = torch.bfloat16 if has_experts else torch.float32
         model = from_config(config, dtype).eval()  # dropout fails on fake CPU tensors
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
-        decoder = decoder_of(model)
+        head, decoder = model.get_output_embeddings(), decoder_of(model)
         if type(head) is not nn.Linear or decoder is None or decoder is model:
             return False
-        decoder.register_forward_hook(lambda _m, _i, out: decoded.append(_view(out[0])))
-        head.register_forward_pre_hook(lambda _m, args: inputs.append(_view(args[0])))
-        head.register_forward_hook(lambda _m, _i, out: outputs.append(_view(out)))
+        seen = []
+        decoder.register_forward_hook(lambda _m, _i, out: seen.append(_view(out[0])))
+        head.register_forward_hook(lambda _m, args, out: seen.extend(map(_view, (args[0], out))))
         # Not token ids: some models compare them with the padding token, and need their values.
-        embedded = torch.zeros(1, 2, embedding.shape[1], dtype=embedding.dtype)
+        hidden_size = model.get_input_embeddings().weight.shape[1]
         try:
+            embedded = torch.zeros(1, 2, hidden_size, dtype=dtype)
             logits = model(inputs_embeds=embedded, use_cache=False).logits
         except NOT_WITH_FAKE_TENSORS:
             return False  # experts of transformers 4 read values, for example
-    return len(inputs) == len(decoded) == 1 and inputs == decoded and outputs == [_view(logits)]
+    return len(seen) == 3 and seen[0] == seen[1] and seen[2] == _view(logits)
 
 
 def _view(tensor: torch.Tensor) -> tuple:
@@ -172,8 +169,8 @@ class ChunkedLoss(torch.autograd.Function):
     """Cross entropy of a linear layer's output, summed over the tokens and divided by `divisor`.
 
     The gradients are computed together with the loss, from the same logits; backward only
-    multiplies them. In fp16 most of them would underflow to 0 without the factor of the loss
-    scaler, which is known only in backward. In fp16 backward therefore computes the logits again.
+    multiplies them. In fp16 they would underflow without the factor of the loss scaler, which is
+    known only in backward, so backward computes the logits again.
 
     Inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
     None, targets [tokens] (negative: not counted), a scalar divisor, dtype of the matrix products.
@@ -269,10 +266,7 @@ def _cross_entropy(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the targets' log-probabilities, and the gradient of the scaled loss.
-
-    The gradient of the logits is in `dtype`, and in their memory if they have this dtype.
-    """
+    """Return the sum of the targets' log-probabilities, and the logits' gradient in `dtype`."""
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
     valid = targets >= 0
     target = targets.where(valid, 0).unsqueeze(1)
@@ -292,8 +286,7 @@ def _cross_entropy(
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute the logits of a chunk: in fp32 on CUDA, and elsewhere in the inputs' dtype.
 
-    log_softmax would first convert 16-bit logits, which reads and writes all of them once more.
-    cuBLAS has the sums in fp32 anyway. torch has this product since version 2.8.
+    log_softmax would convert 16-bit logits. torch has products with fp32 results since version 2.8.
     """
     in_fp32 = hidden.device.type == "cuda" and hidden.dtype.itemsize == 2
     if not in_fp32 or "dtype" not in torch.ops.aten.mm.overloads():

@@ -13,14 +13,14 @@ from support.files.cache import LOGIN_COMMAND
 
 
 def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | None:
-    """Create the repository of --push_to_hub, so that a missing permission ends the run at once.
+    """Create the repository, so that a missing permission ends the run before the training.
 
     Args:
         folder: the run's folder, whose name is the default of --hub_model_id.
     Returns:
-        OWNER/NAME on rank 0; None on the other ranks and without --push_to_hub.
+        OWNER/NAME on rank 0; None on the other ranks.
     """
-    if not (args.push_to_hub and ctx.is_main):
+    if not ctx.is_main:
         return None
     from huggingface_hub import HfApi
 
@@ -47,18 +47,17 @@ def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
     Returns:
         The `push` entry of results.json on the ranks of rank 0's node; None on the others.
     """
-    return ctx.once_per_node(
-        "push", lambda: _upload(repository, folder, ctx) if repository else None
-    )
+    if repository:
+        ctx.console.print0(f"⏳ Pushing {folder} to {repository}")
+    return ctx.once_per_node("push", lambda: _upload(repository, folder) if repository else None)
 
 
-def _upload(repository: str, folder: Path, ctx: DistContext) -> dict:
+def _upload(repository: str, folder: Path) -> dict:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
     if not progress.on_terminal():
         disable_progress_bars()
-    ctx.console.print0(f"⏳ Pushing {folder} to {repository}")
     try:
         commit = HfApi().upload_folder(
             repo_id=repository, folder_path=folder, commit_message="Add the trained model"
@@ -68,5 +67,4 @@ def _upload(repository: str, folder: Path, ctx: DistContext) -> dict:
             f"The push to {repository} failed: {first_line(error, 200).rstrip('.')}. The trained "
             f"model is in {folder}: `hf upload {repository} {folder}` pushes it."
         ) from error
-    ctx.console.print0(f"🤗 {commit.commit_url}")
     return {"repository": repository, "commit": commit.oid}

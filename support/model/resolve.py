@@ -1,8 +1,7 @@
 """Resolve --model to an architecture, a tokenizer and a local folder with the weights.
 
 Every kind of --model results in a local folder, which each strategy loads in its own way. Random
-weights are also drawn once per node and saved to a temporary folder; a single process of dp draws
-them when it loads the model.
+weights are also drawn once per node and saved to a temporary folder.
 """
 
 from __future__ import annotations
@@ -11,19 +10,12 @@ import copy
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    GPT2Config,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from support import patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
@@ -35,11 +27,10 @@ from support.files.atomic import write_text
 from support.files.cache import LOGIN_COMMAND, Cache, cache_folder
 from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
-from support.model.isolation import check_isolation, choose_block_mask
-from support.model.layers import fuse_gelu, max_positions, set_dropout
-from support.model.lora import Lora
 from support.model.loss import add_loss, returns_plain_logits
-from support.strategy import STRATEGIES
+
+if TYPE_CHECKING:
+    from support.model.lora import Lora
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -50,17 +41,16 @@ class ModelSpec:
 
     # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig
-    tokenizer: transformers.PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig
     weights: str  # local folder that `load` reads
     seed: int  # for weights that the folder lacks
+    # The weights, or rows of the embedding, were drawn from the seed for this run.
+    random: bool = False
     lora: Lora | None = None  # the model's adapters, or None
     dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
     load_in_4bit: bool = False
-    # The weights, or rows of the embedding, were drawn from the seed for this run.
-    random: bool = False
-    draws_weights: bool = False  # `load` draws them, because `weights` has only a config.json
     # Original values of settings that the run has replaced; an exported model gets them back.
     own_settings: dict = field(default_factory=dict)
     parameters: int = field(init=False)
@@ -81,9 +71,10 @@ class ModelSpec:
         self.tied = head is not None and head.weight in lookups
         lookups -= {head.weight} if self.tied else set()
         all_weights = list(model.parameters())
-        matrices = [weight for weight in all_weights if weight not in lookups]
         self.parameters, self.trainable = _counts(all_weights)
-        self.matmul_parameters, self.trainable_matmul = _counts(matrices)
+        self.matmul_parameters, self.trainable_matmul = _counts(
+            [weight for weight in all_weights if weight not in lookups]
+        )
         self.largest_parameter = max(weight.numel() for weight in all_weights)
 
     @property
@@ -108,15 +99,10 @@ class ModelSpec:
             dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
         """
         torch.manual_seed(self.seed)
-        if self.draws_weights:
-            return self._prepare(weights.from_config(self.config))
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
         model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
         if names := sorted(info["missing_keys"]):
-            shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-            ctx.console.warn(
-                f"The checkpoint has no weights for {shown}: they are initialized randomly."
-            )
+            ctx.console.warn(f"{len(names)} weights are missing and random, {names[0]} among them.")
         return self._prepare(model)
 
     def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
@@ -129,7 +115,7 @@ class ModelSpec:
         folder.mkdir(exist_ok=True)
         self.tokenizer.save_pretrained(folder)
         if self.lora and not whole:
-            self.lora.describe(folder)
+            self.lora.settled.save_pretrained(folder)
             return
         config = copy.deepcopy(self.config)
         config.use_cache = True  # disabled for training only
@@ -155,6 +141,40 @@ def _counts(parameters: list[nn.Parameter]) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
+# ------------------------------------------------------------------- settings of an architecture
+
+
+def fuse_gelu(config) -> dict[str, str]:
+    """Replace GPT-2's activation by the same function in one kernel; return the original settings.
+
+    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
+    1606.08415) in eight operations; gelu_pytorch_tanh is PyTorch's own implementation.
+    """
+    text_config = config.get_text_config()
+    replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
+    text_config.update(dict.fromkeys(replaced, "gelu_pytorch_tanh"))
+    return replaced
+
+
+def set_dropout(config, probability: float, ctx: DistContext) -> None:
+    """Set every dropout probability of an architecture, whatever its name is."""
+    text_config = config.get_text_config()
+    names = [
+        name
+        for name, value in text_config.to_dict().items()
+        if "drop" in name and type(value) in (float, int)
+        if not name.startswith(("summary", "classifier"))
+    ]
+    text_config.update(dict.fromkeys(names, probability))
+    if not names and probability:
+        ctx.console.warn("--dropout: this architecture has no dropout.")
+
+
+def max_positions(config) -> int | None:
+    """Return the longest sequence that the model supports; None if it has no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 # -------------------------------------------------------------------------------- resolving --model
 
 
@@ -168,37 +188,41 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     _be_quiet(args)
     if not args.hub_offline:
         ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
-    prepared = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
-    folder = prepared["weights"]
-    config = _read_config(folder, args.model)
-    tokenizer = _read_tokenizer(prepared["tokenizer"], args)
-    for notice in prepared["notices"]:
+    found = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
+    config = _read_config(found["weights"], args.model)
+    tokenizer = _read_tokenizer(found["tokenizer"], args)
+    for notice in found["notices"]:
         ctx.console.warn(notice)
     config.use_cache = False
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
         set_dropout(config, args.dropout, ctx)
+    lora = None
+    if args.lora_r is not None:
+        from support.model.lora import Lora
+
+        lora = Lora.of(args, args.lora_r)
     with refused_as(f"--model {args.model}: no model can be built from its configuration"):
         # Older models have it in their config.json, or not at all.
         generation = GenerationConfig.from_model_config(config)
-        if (Path(folder) / "generation_config.json").exists():
-            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        if Path(found["weights"], "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(found["weights"], local_files_only=True)
         spec = ModelSpec(
             config,
             tokenizer,
             generation,
-            folder,
+            found["weights"],
             args.seed,
-            lora=Lora.of(args),
+            random=found["random"],
+            lora=lora,
             dtype=weights.weights_dtype(args, ctx),
             load_in_4bit=args.load_in_4bit,
-            random=prepared["random"],
-            draws_weights=prepared["draws_weights"],
             own_settings=own_settings,
         )
     if isolates_documents(args):
+        from support.model.isolation import check_isolation
+
         check_isolation(config, tokenizer, args)
-        choose_block_mask(config, ctx.device)
     return spec
 
 
@@ -206,18 +230,12 @@ def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokeniz
     """Download the parts of --model; return its tokenizer, and its most positions (None: any)."""
 
     def locate() -> dict:
-        location = _locate(args, ctx)
-        return {"tokenizer": location.tokenizer, "positions": max_positions(location.config)}
+        config, folder, *_ = _locate(args, ctx)
+        return {"tokenizer": folder, "positions": max_positions(config)}
 
     _be_quiet(args)
     found = ctx.once_per_node("tokenizer", locate)
     return _read_tokenizer(found["tokenizer"], args), found["positions"]
-
-
-def configure_transformers(args: Arguments) -> None:
-    """Keep transformers from reading tensors on the device in each forward pass."""
-    patches.replace_packed_sequence_check(isolates_documents(args))
-    patches.skip_padding_check()
 
 
 def _be_quiet(args: Arguments) -> None:
@@ -226,76 +244,53 @@ def _be_quiet(args: Arguments) -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-class Location(NamedTuple):
-    """Where a model's parts are."""
-
-    config: transformers.PretrainedConfig
-    tokenizer: str  # the folder of the tokenizer
-    weights: str | None = None  # the folder of the weights; None: they are drawn from the seed
-    notices: tuple[str, ...] = ()
+def configure_transformers(args: Arguments) -> None:
+    """Keep transformers from reading tensors on the device in each forward pass."""
+    patches.replace_packed_sequence_check(isolates_documents(args))
+    patches.skip_padding_check()
 
 
-def _locate(args: Arguments, ctx: DistContext) -> Location:
-    """Find the parts of --model on this machine, and download or build those that are missing."""
+def _locate(
+    args: Arguments, ctx: DistContext
+) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:
+    """Find the parts of --model on this machine, and download or build those that are missing.
+
+    Returns:
+        The configuration; the folders of the tokenizer and of the weights (None: they are drawn
+        from the seed); notices for the user.
+    """
     if args.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        return Location(_gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args, ctx))
-    if is_local_model(args.model):
-        folder = args.model
-    elif scratch_without_hub(args):
-        return _locate_without_hub(args, ctx)
-    else:
-        with_weights = not (args.from_scratch or args.show_sample)
-        folder = download(args.model, args.model_revision, args.hub_offline, with_weights)
-    config = _read_config(folder, args.model)
-    return Location(config, folder, None if args.from_scratch else folder)
-
-
-def _locate_without_hub(args: Arguments, ctx: DistContext) -> Location:
-    """Return a GPT-2 for --from_scratch, with the embedded tokenizer if its own is not cached."""
-    config = _gpt2_config(args.model, dropout=0.1, end_of_text=50256)
+        return _gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args, ctx), None, []
+    if is_local_model(args.model) or not scratch_without_hub(args):
+        folder = args.model if is_local_model(args.model) else download(args)
+        config = _read_config(folder, args.model)
+        return config, folder, None if args.from_scratch else folder, []
+    config = _gpt2_config(args.model, 0.1, 50256)
     try:
-        folder = download(args.model, args.model_revision, args.hub_offline, with_weights=False)
+        folder = download(args)
         _read_tokenizer(folder, args)
-        return Location(config, folder)
+        return config, folder, None, []
     except UserError:
-        notice = (
-            f"The tokenizer of {args.model} is not in the cache and cannot be downloaded: "
-            "using the embedded one (4,096 entries)."
-        )
-        return Location(config, embedded_tokenizer(args, ctx), notices=(notice,))
+        notice = f"The tokenizer of {args.model} is not available: using the embedded one."
+        return config, embedded_tokenizer(args, ctx), None, [notice]
 
 
 def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load."""
-    location = _locate(args, ctx)
-    config, folder, notices = location.config, location.weights, list(location.notices)
-    entries = len(_read_tokenizer(location.tokenizer, args))
-    larger = entries > config.get_text_config().vocab_size
-    # A single process of dp draws the weights while it loads: the file of GPT-2 124M takes 0.8 s to
-    # write. Other engines shard while they read a file, and --merge_lora reads it again.
-    draws_weights = folder is None and not (larger or args.lora_r or ctx.real_world_size > 1)
-    draws_weights = draws_weights and STRATEGIES[args.strategy].engine == "ddp"
+    config, tokenizer, folder, notices = _locate(args, ctx)
+    random = folder is None
     if folder is None:
         torch.manual_seed(args.seed)
-        drawn = None if draws_weights else weights.from_config(config)
-        folder = weights.save_temporarily(config, drawn, ctx)
-    if larger:
+        folder = weights.save_temporarily(weights.from_config(config), ctx)
+    entries = len(_read_tokenizer(tokenizer, args))
+    if entries > config.get_text_config().vocab_size:
         model, _ = weights.from_folder(folder, config)
         torch.manual_seed(args.seed)
         model.resize_token_embeddings(entries)
-        folder = weights.save_temporarily(model.config, model, ctx)
-        notices.append(
-            f"The tokenizer has {entries:,} entries, more than the model: "
-            "its embedding was enlarged."
-        )
-    return {
-        "weights": folder,
-        "tokenizer": location.tokenizer,
-        "notices": notices,
-        "random": folder != location.weights,
-        "draws_weights": draws_weights,
-    }
+        folder, random = weights.save_temporarily(model, ctx), True
+        notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
+    return {"weights": folder, "tokenizer": tokenizer, "notices": notices, "random": random}
 
 
 def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
@@ -324,7 +319,7 @@ def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def download(name: str, revision: str | None, offline: bool, with_weights: bool) -> str:
+def download(args: Arguments) -> str:
     """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
@@ -332,9 +327,10 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
+    name, revision, offline = args.model, args.model_revision, args.hub_offline
     patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
     try:
-        if with_weights and not offline:
+        if not (args.from_scratch or args.show_sample or offline):
             files = HfApi().list_repo_files(name, revision=revision)
             safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
@@ -356,12 +352,12 @@ def download(name: str, revision: str | None, offline: bool, with_weights: bool)
         raise UserError(f"--model {name}{problem}") from error
 
 
-def _gpt2_config(name: str, dropout: float, end_of_text: int) -> GPT2Config:
+def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:
     """Return the configuration of a GPT-2 architecture in known_models."""
     settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
     settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
-    return GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
+    return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
 def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
@@ -377,7 +373,7 @@ def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
         tokenizer = ByteLevelBPETokenizer()
         options = {"special_tokens": [END_OF_TEXT], "show_progress": False}
         tokenizer.train_from_iterator(text, EMBEDDED_VOCABULARY, min_frequency=2, **options)
-        PreTrainedTokenizerFast(
+        transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
         ).save_pretrained(folder)
         return {}

@@ -94,21 +94,19 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
     return {"dtype" if renamed else "torch_dtype": dtype}
 
 
-def save_temporarily(config: PretrainedConfig, model: nn.Module | None, ctx: DistContext) -> str:
-    """Save a model, or only its configuration, to a folder that the run removes at its end."""
+def save_temporarily(model: nn.Module, ctx: DistContext) -> str:
+    """Save a model to a folder that the run removes at its end; return the folder."""
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )
     ctx.temporary.extend(temporary.paths)
-    folder = temporary.path
     # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(model.config)
     config.update(as_dtype(torch.float32))
-    config.save_pretrained(folder)
-    if model is not None:
-        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        save_file(tensors | persistent_buffers(model), folder / "model.safetensors")
-    return str(folder)
+    config.save_pretrained(temporary.path)
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    save_file(tensors, temporary.path / "model.safetensors")
+    return str(temporary.path)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,3 +118,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = list(
+            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
+        )
+    return blocks

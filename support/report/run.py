@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
-from support.checkpoints.manager import CheckpointManager, saves_due
+from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.failures import Restart
@@ -22,10 +22,8 @@ from support.cluster.tuning import keep_freed_memory
 from support.data.batches import total_steps
 from support.errors import Preempted, UserError
 from support.files import atomic
-from support.memory.fit import ways_to_fit
 from support.memory.measure import MemoryByPhase
-from support.model import export, push
-from support.model.generate import generate
+from support.model import export
 from support.model.resolve import ModelSpec
 from support.report import profiling, summary
 from support.report.metrics_log import MetricsLogger, errors_as_notices
@@ -50,6 +48,7 @@ class Run:
     metrics: MetricsLogger  # from `start_training` on, as the manager
     manager: CheckpointManager
     _snapshot: profiling.MemorySnapshot | None = None
+    _repository: str | None = None  # on the hub, to which the export is pushed (rank 0)
 
     def __init__(self, ctx: DistContext, folder: Path, facts: dict):
         self.ctx, self.folder = ctx, folder
@@ -79,7 +78,10 @@ class Run:
 
         check_requirements(args)  # after it, because results.json tells why a run is skipped
         run.target = export.target_of(args, run.folder, run.before)
-        run.target.repository = push.open_repository(args, run.folder, ctx)
+        if args.push_to_hub:
+            from support.model.push import open_repository
+
+            run._repository = open_repository(args, run.folder, ctx)
         memory = run.memory = MemoryByPhase(ctx.device)
         ctx.hang.folder, ctx.hang.doing = run.folder, lambda: memory.doing
         ctx.failures.memory_facts.append(memory.describe)
@@ -135,8 +137,13 @@ class Run:
 
     def announce_model(self, args: Arguments, spec: ModelSpec) -> None:
         """Print what is trained, before the data is read."""
-        # Printed if memory runs out.
-        self.ctx.failures.remedies = lambda: ways_to_fit(args, self.ctx, spec)
+
+        def ways_to_fit() -> list[str]:
+            from support.memory import fit
+
+            return fit.ways_to_fit(args, self.ctx, spec)
+
+        self.ctx.failures.remedies = ways_to_fit  # printed if memory runs out
         verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
@@ -205,11 +212,9 @@ class Run:
         manager: CheckpointManager,
         state: TrainState,
     ) -> None:
-        """Check the disks, then replace the files of an earlier run, and start the metrics."""
-        ctx, spec = self.ctx, manager.spec
-        saves = saves_due(args, state.counters(), state.total_steps, state.num_sequences)
-        export.check_room(args, ctx, self.target, self.folder, spec, saves)
-        meter = create_meter(args, ctx, objects, spec, self.memory, state)
+        """Replace the files of an earlier run, and start the metrics."""
+        ctx = self.ctx
+        meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
         metrics = MetricsLogger(args, ctx, self.folder, state, meter)
         self.metrics, self.manager = metrics, manager
         manager.around_save = metrics.outside_steps
@@ -297,11 +302,15 @@ class Run:
         """Export and generate if requested and missing; `state` is None if nothing was trained."""
         folder = export.finish(manager, self, self.target, args, state)
         if args.generate:
+            from support.model.generate import generate
+
             prompt = self._prompt(args, manager.spec, self.facts.get("dataset") or {})
             sample = generate(manager.model, casting, manager.spec, prompt, args.seed, self.ctx)
             self.update(sample=sample)
         if folder and args.push_to_hub:
-            self.update(push=push.push(self.target.repository, folder, self.ctx))
+            from support.model.push import push
+
+            self.update(push=push(self._repository, folder, self.ctx))
         self.ctx.stop.ignore()  # the run is complete
         self.complete()
 

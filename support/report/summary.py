@@ -15,7 +15,6 @@ from support.cli.arguments import Arguments
 from support.cli.ds_config import nvme_folder
 from support.cluster.context import DistContext
 from support.errors import TrainingError
-from support.memory import fit
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
@@ -102,6 +101,8 @@ def _communication(ctx: DistContext, metrics: MetricsLogger) -> dict:
 
 
 def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, metrics: MetricsLogger) -> dict:
+    from support.memory import fit
+
     meter, on_nvme = metrics.meter, nvme_folder(args.ds_config_dict)
     of_this_rank = memory.of_this_rank(
         meter.memory_by_phase, meter.step_memory, on_nvme, ctx.launch.is_node_leader

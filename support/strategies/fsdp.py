@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.cluster.context import DistContext
-from support.model.layers import transformer_blocks
+from support.model.weights import transformer_blocks
 
 
 def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:

@@ -19,11 +19,6 @@ class Operations(TorchDispatchMode):
         self.results += [(t.dtype, t.numel()) for t in tensors if isinstance(t, torch.Tensor)]
         return found
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest tensor."""
-        return max((size for _, size in self.results), default=0)
-
     def of_type(self, dtype: torch.dtype) -> list[int]:
         """Elements of each tensor of a type."""
         return [size for found, size in self.results if found == dtype]

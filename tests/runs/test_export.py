@@ -42,11 +42,6 @@ def test_export_goes_where_and_how_it_is_asked_for(script, llama, text_file, tmp
     assert other.code == 2 and (tmp_path / "papers" / "thesis.txt").exists()
 
 
-def test_no_export(script):
-    run = script(*WORK, "--max_steps", "1", "--no_export")
-    assert not (run.folder / "hf").exists() and "export" not in run.results
-
-
 # --------------------------------------------------------------------------------------- converting
 
 

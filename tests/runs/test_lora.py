@@ -108,17 +108,6 @@ def test_frozen_weights_have_the_dtype_of_computations(script, plain, work):
     assert_close(sharded.losses, whole.losses, 1e-2)
 
 
-def test_adapters_are_no_model(script, plain):
-    run = script("--model", plain.folder / "hf", ok=False)
-    assert run.code == 2 and "--merge_lora" in run.error
-
-
-@pytest.mark.parametrize("targets, said", [("q_proj,c_attn", "down_proj")])
-def test_targets_that_are_not_there(script, work, targets, said):
-    run = script(*work, "--lora_targets", targets, ok=False)
-    assert run.code == 2 and said in run.error
-
-
 def test_gpt2_in_bf16_with_dropout(script, text_file, tiny_tokenizer, tmp_path):
     """Its linear layers keep their weights the other way round, and its output layer is its
     embedding.

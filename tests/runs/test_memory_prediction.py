@@ -1,11 +1,10 @@
 """Memory is measured, simulated and predicted, and the three agree."""
 
-import itertools
 import json
 
 import pytest
 from conftest import STRATEGIES
-from memory_checks import STATES, WORK, assert_as_predicted, planned, simulate
+from memory_checks import WORK, assert_as_predicted, planned, simulate
 
 # Each strategy, each number of ranks and both precisions at least once; the soak has the product.
 COVERING = [
@@ -45,17 +44,6 @@ def test_prediction_with_checkpointing(script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy",
-    ["dp", "zero1", *(pytest.param(s, marks=pytest.mark.soak) for s in ("fsdp", "zero2"))],
-)
-def test_prediction_with_accumulation(script, strategy):
-    # DDP builds its buckets anew in the second step.
-    flags = ["--gradient_accumulation_steps", "3", "--max_steps", "3"]
-    check_prediction(script, WORK, strategy, 4, "bf16", *flags)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     "strategy, precision, flags",
     [
         ("dp", "bf16", []),
@@ -90,18 +78,9 @@ def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family)
     assert found["parameters"] == run.results["parameters"]
 
 
-LORA_IN_SOAK = [
-    pytest.param(strategy, ranks, "bf16", args, marks=pytest.mark.soak)
-    for strategy in STRATEGIES
-    for ranks in (1, 4)
-    for args in ([], ["--lora_targets", "all-linear"], ["--gradient_checkpointing"])
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy, ranks, precision, args",
-    [("dp", 2, "bf16", []), ("fsdp", 2, "bf16", []), *LORA_IN_SOAK],
+    "strategy, ranks, precision, args", [("dp", 2, "bf16", []), ("fsdp", 2, "bf16", [])]
 )
 def test_prediction_for_adapters(script, strategy, ranks, precision, args):
     check_prediction(script, [*WORK, "--lora_r", "8"], strategy, ranks, precision, *args)
@@ -145,32 +124,3 @@ def test_simulation_trains_nothing_and_says_so(script):
 def test_what_cannot_be_measured_is_refused(script, args, said):
     run = script(*args, ok=False)
     assert run.code == 2 and said in run.error
-
-
-def test_simulation_under_a_launcher_is_refused(script):
-    run = script("--simulate_gpus", "2", launcher="torchrun", ranks=2, ok=False)
-    assert run.code != 0 and "without a launcher" in run.error
-
-
-# gpt2-large is as much as 24 GiB hold; gpt2-xl is not.
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "model, precision, ranks",
-    [
-        *itertools.product(("gpt2", "gpt2-medium"), ("fp32", "bf16"), (2, 8)),
-        ("gpt2-large", "bf16", 4),
-    ],
-)
-def test_sharding_more_holds_less_of_real_models(script, model, precision, ranks):
-    model = ["--model", model, "--from_scratch", "--dataset", "pydocs", *WORK]
-    args = [*model, "--precision", precision]
-    # On two ranks stage 3's parts of parameters and gradients together are as large as stage 2's
-    # whole parameters, and what it gathers comes on top: docs/PLAN.md.
-    states, peaks = [], []
-    for strategy in STRATEGIES[: 4 if ranks > 2 else 3]:
-        run = simulate(script, *args, "--strategy", strategy, ranks=ranks, timeout=900)
-        memory = run.results["memory"]
-        held = memory["device_categories_bytes_by_rank"][0]
-        states.append(sum(held[kind] for kind in STATES))
-        peaks.append(max(phase["peak"] for phase in memory["step_bytes_by_rank"][0].values()))
-    assert states == sorted(states, reverse=True) and peaks == sorted(peaks, reverse=True)

@@ -14,15 +14,6 @@ WORK = (
 TWO = {"launcher": "torchrun", "ranks": 2}
 
 
-@pytest.mark.soak  # test_any_strategy.py takes a Llama through dp, zero2, infinity and fsdp
-def test_llama_trains_alike_under_dp_zero3_and_fsdp(script, llama, text_file):
-    work = ["--model", llama, "--dataset", text_file, *WORK, "--lr", "1e-3"]
-    plain = script(*work, "--batch_size", "4")
-    assert plain.losses[-1] < plain.losses[0]
-    for strategy in ("dp", "zero3", "fsdp"):
-        assert_close(script(*work, "--strategy", strategy, **TWO).losses, plain.losses, 1e-4)
-
-
 def test_random_weights_come_from_the_seed_and_are_the_same_for_every_strategy(
     script, llama, text_file
 ):
@@ -104,12 +95,6 @@ def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_fi
     new = 2 * 64 * (len(tokenizer) - 300)
     assert grown.results["parameters"] == base.results["parameters"] + new
     assert_close(sharded.losses, grown.losses, 1e-4)
-
-
-def test_dropout_changes_the_losses(script):
-    """That it repeats with the seed, test_checkpoint.py shows."""
-    with_dropout = script(*WORK, "--dropout", "0.3", "--max_steps", "1")
-    assert with_dropout.losses[0] != script(*WORK, "--max_steps", "1").losses[0]
 
 
 @pytest.mark.parametrize(

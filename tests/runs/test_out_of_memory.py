@@ -52,16 +52,6 @@ def test_out_of_memory_says_where_and_what_would_fit(tmp_path):
     assert code == 0, out
 
 
-@pytest.mark.soak
-def test_auto_micro_batch_finds_one_that_fits(tmp_path):
-    code, out = run_with_little_memory(tmp_path, "--batch_size", "128", "--auto_micro_batch")
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert code == 0 and results["status"] == "completed", out
-    halvings = out.count("All ranks start again")
-    assert halvings > 0 and results["batch_size"] == 128 >> halvings
-    assert results["gradient_accumulation_steps"] == 1 << halvings and "❌" not in out
-
-
 def test_out_of_memory_is_reported_although_nothing_is_left(script):
     """The report needs memory of its own: for a thread, a file, a line."""
     run = script(

@@ -26,13 +26,8 @@ def test_the_export_is_pushed(script, hub, tmp_path):
 
 @pytest.mark.parametrize(
     "env, said",
-    [
-        ({"HF_TOKEN": "hf_" + "wrong" * 8}, "HF_TOKEN"),
-        ({}, "HF_TOKEN"),
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot be reached"),
-    ],
-    ids=["wrong token", "no token", "offline", "no hub"],
+    [({"HF_TOKEN": "hf_" + "wrong" * 8}, "HF_TOKEN"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE")],
+    ids=["wrong token", "offline"],
 )
 def test_a_push_that_cannot_work_ends_before_the_training(script, hub, tmp_path, env, said):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path / "hf", **env}

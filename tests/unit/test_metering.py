@@ -102,46 +102,13 @@ def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     assert metrics._state.training_seconds == pytest.approx(sum(each))
 
 
-def test_a_trace_is_no_part_of_a_step(tmp_path, clock):
-    metrics = open_metrics(tmp_path, clock)
-    metrics.trace = MagicMock()
-    metrics.trace.end_step.side_effect = lambda: clock.work(PAUSE)
-    metrics.start_epoch()
-    train(metrics, clock, 4)
-    assert [sum(step.values()) for step in metrics.meter.steps] == pytest.approx(
-        [COMPUTE] + [COMPUTE + LOG] * 3
-    )
-
-
-def test_memory_is_read_where_a_line_is_logged(tmp_path, clock):
-    metrics = open_metrics(tmp_path, clock, bar=True)
-    metrics._args.logging_steps = 5
-    metrics.start_epoch()
-    train(metrics, clock, STEPS)
-    assert (
-        metrics.meter.memory_by_phase.device_bytes.call_count == 4
-    )  # after the steps 1, 6, 11, and the last
-    shown = [call.args[0] for call in metrics._bar.set_postfix_str.call_args_list]
-    assert len(shown) == STEPS and all("1.00 GB" in text for text in shown)
-
-
 MFU_OF = [  # name, precision, TFLOP/s
     ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
     ("NVIDIA H100 80GB HBM3", "fp32", 494.7),
-    ("NVIDIA H100 PCIe", "bf16", 756),
-    ("NVIDIA H200 NVL", "bf16", 835.5),
-    ("NVIDIA GH200 480GB", "bf16", 989.4),
-    ("A100-SXM4-40GB", "fp16", 312),
     ("NVIDIA A100 80GB PCIe", "fp32", 156),
     ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
-    ("NVIDIA A10G", "bf16", None),
-    ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-    ("Quadro RTX 8000", "fp16", 130.5),
-    ("Tesla T4", "fp32", 8.1),
     ("Tesla T4", "bf16", None),
-    ("Tesla V100-PCIE-32GB", "fp32", 14),
-    ("AMD Instinct MI300X", "fp32", 163.4),
     ("AMD Instinct MI250X", "bf16", 191.5),
 ]
 

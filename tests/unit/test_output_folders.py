@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from support.files.atomic import TemporaryPaths, finish_folder, start_folder
-from support.model.export import Target
 
 
 @pytest.mark.parametrize("content", ["..", "/etc", "../other"])
@@ -44,23 +43,15 @@ def test_an_export_with_a_long_name(tmp_path, letter):
 
 
 @pytest.mark.parametrize(
-    "own, overwrite, names",
-    [
-        (True, False, ["model", "model-2"]),
-        (False, False, ["model-2", "model-3"]),
-        (True, True, ["model", "model"]),
-        (False, True, ["model", "model"]),
-    ],
+    "replace, names", [(False, ["model-2", "model-3"]), (True, ["model", "model"])]
 )
-def test_an_export_replaces_only_what_it_may(tmp_path, own, overwrite, names):
-    """This run's earlier export, or with --overwrite whatever is there; of two runs none loses."""
+def test_an_export_replaces_only_what_it_may(tmp_path, replace, names):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "earlier").write_text("x")
-    targets = [Target(tmp_path / "model", overwrite, own) for _ in names]
-    writing = [start_folder(target.folder) for target in targets]  # both began at the same time
-    for number, (target, temporary, name) in enumerate(zip(targets, writing, names, strict=True)):
+    writing = [start_folder(tmp_path / "model") for _ in names]  # both began at the same time
+    for number, (temporary, name) in enumerate(zip(writing, names, strict=True)):
         (temporary.path / "new" / "number").write_text(str(number))
-        final = finish_folder(temporary, target.folder, target.may_be_replaced)
+        final = finish_folder(temporary, tmp_path / "model", replace)
         assert final.name == name and (final / "number").read_text() == str(number)
         temporary.remove()
     assert (tmp_path / "model" / "earlier").exists() == (names[0] != "model")

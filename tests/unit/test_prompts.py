@@ -1,4 +1,4 @@
-"""What --generate continues, and the command of the model card."""
+"""What --generate continues."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,6 @@ from transformers import AutoTokenizer
 
 from support.data.chat import prompt_of
 from support.errors import UserError
-from support.model.export import model_card
 from support.report.run import Run
 
 TEMPLATE = (
@@ -51,15 +50,3 @@ def test_what_is_prompted_with_the_template(tokenizer, kind, eval_only, is_chat)
     args = SimpleNamespace(generate="the dog", eval_only=eval_only)
     spec = SimpleNamespace(tokenizer=tokenizer)
     assert Run._prompt(args, spec, {"kind": kind}).is_chat is is_chat
-
-
-def test_command_of_the_model_card():
-    facts = {"model": "/my gpt2", "parameters": 1, "strategy": "dp", "world_size": 1}
-    # Streams and mixtures have a template in the run signature, whatever their rows are.
-    whole = {"hard": {}, "soft": {"template": "ab"}, "told": {}}
-    adapters = {**whole, "hard": {"lora_r": 8, "lora_alpha": 16}}
-    command = "lm_eval --model hf --model_args "
-    card = model_card({**facts, "dataset": {"name": "x", "kind": "mixed"}}, whole)
-    assert f"{command}pretrained=. " in card and "--apply_chat_template" not in card
-    card = model_card({**facts, "dataset": {"name": "x", "kind": "chat"}}, adapters)
-    assert f"{command}'pretrained=/my gpt2,peft=.' " in card and "--apply_chat_template" in card

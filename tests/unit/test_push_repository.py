@@ -1,4 +1,4 @@
-"""The repository of --push_to_hub, and the upload by rank 0 while the other ranks wait."""
+"""The repository of --push_to_hub."""
 
 import threading
 from functools import partial
@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from local_hub import TOKEN, Hub
-from torch.distributed import HashStore
 
-from support.cluster.context import DistContext
 from support.errors import UserError
 from support.model import push
 
@@ -38,30 +36,3 @@ def test_a_private_push_never_goes_to_a_public_repository(empty_hub, tmp_path):
     with pytest.raises(UserError, match=r"somebody/all exists and is public") as refused:
         opened("all", True, tmp_path)
     assert "Log in" not in str(refused.value)
-
-
-def test_other_ranks_wait_for_the_upload_without_a_collective(monkeypatch, tmp_path):
-    """No process group exists here, so a collective would raise."""
-    store, uploaded, results = HashStore(), threading.Event(), {}
-
-    def upload(*_) -> dict:
-        assert uploaded.wait(20)
-        return {"commit": "ab"}
-
-    def push_on(rank: int) -> None:
-        launch = SimpleNamespace(node=0, is_node_leader=rank == 0)
-        failures = SimpleNamespace(store=store)
-        ctx = SimpleNamespace(launch=launch, nodes=1, real_world_size=2, failures=failures)
-        ctx.once_per_node = partial(DistContext.once_per_node, ctx)
-        results[rank] = push.push("a/b" if rank == 0 else None, tmp_path, ctx)
-
-    monkeypatch.setattr(push, "_upload", upload)
-    threads = [threading.Thread(target=push_on, args=(rank,), daemon=True) for rank in (1, 0)]
-    for thread in threads:
-        thread.start()
-    threads[0].join(0.3)
-    assert threads[0].is_alive() and not results
-    uploaded.set()
-    for thread in threads:
-        thread.join(20)
-    assert results == {0: {"commit": "ab"}, 1: {"commit": "ab"}}

@@ -36,7 +36,7 @@ def test_the_split_that_fits_is_the_largest(batch_size):
             if batch_size % size == 0
         ]
         wanted = next((split for split in splits if limits.hold(predict(split, "zero2"))), None)
-        assert fitting_split(work, "zero2", limits) == wanted
+        assert fitting_split(work, "zero2", limits.hold) == wanted
 
 
 @pytest.mark.parametrize("nodes, host_is_named", [(1, False), (2, True)])
