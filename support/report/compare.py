@@ -19,6 +19,7 @@ from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError
 from support.files import atomic
 from support.files.user_files import shown
+from support.report import PHASES
 from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
 from support.strategy import STRATEGIES
@@ -187,7 +188,7 @@ def numbers_of(results: dict) -> dict[str, Any]:
     }
     if results.get("simulated_world_size"):
         return numbers
-    collectives = results.get("communication_per_step")
+    collectives, phases = results.get("communication_per_step"), results["step_phases_seconds"]
     # The spread of the speed is that of the middle 80 percent of the steps.
     speed, seconds = float(results["samples_per_second"]), results["step_seconds"]
     return numbers | {
@@ -195,7 +196,9 @@ def numbers_of(results: dict) -> dict[str, Any]:
         "samples_per_second_low": speed * min(1.0, seconds["median"] / seconds["p90"]),
         "samples_per_second_high": speed * max(1.0, seconds["median"] / seconds["p10"]),
         "tokens_per_second_per_gpu": float(results["tokens_per_second_per_gpu"]),
-        "phases_seconds": dict(results["step_phases_seconds"]),
+        **{f"{phase}_seconds": phases[phase] for phase in PHASES},
+        "step_seconds": sum(phases.values()),
+        "paper_volume": 3 if STRATEGIES[results["strategy"]].shards_parameters else 2,
         "final_loss": float(results["train_loss_last"]),
         "volume": collectives and volume_of(collectives, results["parameters"]),
         "sent_bytes": results.get("communication_bytes_per_step"),
@@ -319,8 +322,10 @@ class Comparison:
         if len(measured) > 1 and not self.simulated:
             numbers["samples_per_second_low"] = measured[0]["samples_per_second"]
             numbers["samples_per_second_high"] = measured[-1]["samples_per_second"]
-        if reference.get("samples_per_second") and "samples_per_second" in numbers:
-            numbers["speed"] = numbers["samples_per_second"] / reference["samples_per_second"]
+        if (speed := reference.get("samples_per_second")) and "samples_per_second" in numbers:
+            numbers["speed"] = numbers["samples_per_second"] / speed
+            low, high = numbers["samples_per_second_low"], numbers["samples_per_second_high"]
+            numbers["speed_spread"] = (high - low) / 2 / speed
         if row is not self.reference and reference.get("memory_bytes"):
             numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
 

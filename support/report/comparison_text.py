@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 from support.files.atomic import only_finite
-from support.report import PHASES
 from support.report.causes import ROUNDING
 from support.report.compare import TOLERANCES, Comparison, RecordedRun, Row, tolerance_of
-from support.strategy import STRATEGIES
 from support.text_tables import markdown_table, text_table
-from support.units import GB, MB, human_bytes, human_rate
+from support.units import GB, MB, human_bytes
 
 WIDTH = 80
 # What the runs of a comparison have in common, as keys of results.json.
@@ -23,6 +21,38 @@ WORK = """
 """.split()
 MOST_CAUSES = 3  # that a sentence names
 Table = tuple[list[list[str]], list[str]]  # rows and headers
+Column = tuple[str, str, str, float]  # header, key of a row's numbers, format, unit of the number
+
+ON_GPU: tuple[Column, ...] = (
+    ("GPU\npeak\nGB", "memory_bytes", "{:,.2f}", GB),
+    ("plan", "planned_bytes", "{:,.2f}", GB),
+)
+ON_CPU: tuple[Column, ...] = (
+    ("state\nMB", "memory_bytes", "{:,.1f}", MB),
+    ("plan", "planned_bytes", "{:,.1f}", MB),
+)
+RESULTS: tuple[Column, ...] = (
+    ("samples\n/s", "samples_per_second", "{:,.2f}", 1),
+    ("times\nfirst", "speed", "{:.2f}", 1),
+    ("±", "speed_spread", "{:.2f}", 1),
+    ("final\nloss", "final_loss", "{:.4f}", 1),
+    ("loss\ndiff.", "difference", "{:.1e}", 1),
+    ("saved\n%", "saved", "{:.0f}", 0.01),
+    ("host\nGB/rank", "host_bytes", "{:,.2f}", GB),
+    ("NVMe\nMB", "nvme_bytes", "{:,.0f}", MB),
+    ("tokens/s\n/rank", "tokens_per_second_per_gpu", "{:,.0f}", 1),
+)
+# The paper (arXiv 1910.02054, section 7) has no gradient accumulation.
+STEP: tuple[Column, ...] = (
+    ("sent\nMB/step", "sent_bytes", "{:,.1f}", MB),
+    ("volume", "volume", "{:.2f}P", 1),
+    ("paper", "paper_volume", "{:.0f}P", 1),
+    ("step\nms", "step_seconds", "{:,.0f}", 1e-3),
+    ("data", "data_seconds", "{:,.0f}", 1e-3),
+    ("for-\nward", "forward_seconds", "{:,.0f}", 1e-3),
+    ("back-\nward", "backward_seconds", "{:,.0f}", 1e-3),
+    ("up-\ndate", "update_seconds", "{:,.0f}", 1e-3),
+)
 
 
 def as_text(comparison: Comparison, wide: bool = False) -> str:
@@ -75,6 +105,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
     entry = {
         "strategy": row.name,
         "status": row.status,
+        "reason": next((run.reason for run in row.runs if run.status != "completed"), ""),
         **row.numbers,
         "attempts": attempts,
         "compared_steps": row.steps,
@@ -131,72 +162,32 @@ def command_of(run: RecordedRun) -> str:
 
 def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
     """Return the tables with rows: results, then communication and times, or what differs."""
-    columns = _columns(comparison, wide)
-    results: Table = ([], ["", "status", *columns])
-    for row in comparison.rows:
-        results[0].append([row.name, row.status.replace("_", " ")])
-        for cell in columns.values():
-            try:
-                results[0][-1].append(cell(row.numbers))
-            except (KeyError, TypeError):  # the row lacks the number
-                results[0][-1].append("—")
-    for place in reversed(range(2, len(results[1]))):  # leave out empty columns
-        if all(row[place] == "—" for row in results[0]):
-            for line in (results[1], *results[0]):
-                del line[place]
+    memory = ON_GPU if comparison.on_gpu else ON_CPU
+    results, headers = _table_of(comparison.rows, memory + (RESULTS if wide else RESULTS[:5]))
+    for cells, row in zip(results, comparison.rows, strict=True):
+        cells.insert(1, row.status.replace("_", " "))
+    tables: list[Table] = [(results, [headers[0], "status", *headers[1:]])]
     if comparison.of_strategies:
-        others = [_step_table(comparison)]
-    else:
-        others = [
-            (
-                [[d.name, *d.values, d.changes] for d in row.differences],
-                ["", "A", row.name, "changes"],
-            )
-            for row in comparison.rows[1:]
+        measured = [row for row in comparison.rows if "step_seconds" in row.numbers]
+        tables += [_table_of(measured, STEP)] if measured else []
+    for row in [] if comparison.of_strategies else comparison.rows:
+        if row.differences:
+            differences = [[d.name, *d.values, d.changes] for d in row.differences]
+            tables.append((differences, ["", "A", row.name, "changes"]))
+    return tables
+
+
+def _table_of(rows: list[Row], columns: tuple[Column, ...]) -> Table:
+    """Return a table of the columns that at least one row has."""
+    columns = tuple(c for c in columns if any(row.numbers.get(c[1]) is not None for row in rows))
+    lines = []
+    for row in rows:
+        values = [(row.numbers.get(key), text, unit) for _, key, text, unit in columns]
+        cells = [
+            "—" if value is None else text.format(value / unit) for value, text, unit in values
         ]
-    return [results, *(table for table in others if table[0])]
-
-
-def _columns(comparison: Comparison, wide: bool) -> dict[str, Callable[[dict[str, Any]], str]]:
-    """Return the cell of a row for each column, by the column's header."""
-    unit, digits, memory = (GB, 2, "GPU\npeak\nGB") if comparison.on_gpu else (MB, 1, "state\nMB")
-    reference = comparison.reference.name if comparison.reference else "dp"
-
-    def speed(n: dict[str, Any]) -> str:
-        spread = (n["samples_per_second_high"] - n["samples_per_second_low"]) / 2
-        return f"{n['speed']:.2f} ±{n['speed'] * spread / n['samples_per_second']:.2f}"
-
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        memory: lambda n: f"{n['memory_bytes'] / unit:,.{digits}f}",
-        "plan": lambda n: f"{n['planned_bytes'] / unit:,.{digits}f}",
-        "samples\n/s": lambda n: human_rate(n["samples_per_second"]),
-        f"speed\nvs {reference}": speed,
-        "final\nloss": lambda n: f"{n['final_loss']:.4f}",
-        "loss\ndiff.": lambda n: f"{n['difference']:.1e}",
-        "saved": lambda n: f"{100 * n['saved']:.0f}%",
-        "host\nGB/rank": lambda n: f"{n['host_bytes'] / GB:,.2f}",
-        "NVMe\nMB": lambda n: f"{n['nvme_bytes'] / MB:,.0f}",
-        "tokens/s\n/rank": lambda n: f"{n['tokens_per_second_per_gpu']:,.0f}",
-    }
-    return columns if wide else dict([*columns.items()][:6])
-
-
-def _step_table(comparison: Comparison) -> Table:
-    """Return what a rank sends, next to the ZeRO paper, and the time of each phase of a step.
-
-    The paper (arXiv 1910.02054, section 7) has no gradient accumulation.
-    """
-    rows = []
-    for row in comparison.rows:
-        if seconds := row.numbers.get("phases_seconds"):
-            sent, volume = row.numbers["sent_bytes"], row.numbers["volume"]
-            paper = "3P" if STRATEGIES[row.name].shards_parameters else "2P"
-            cells = ["—" if sent is None else f"{sent / MB:,.1f}"]
-            cells += [f"{volume:.2f}P" if volume else "—", paper]
-            times = [sum(seconds.values()), *(seconds[phase] for phase in PHASES)]
-            rows.append([row.name, *cells, *(f"{1000 * time:.0f}" for time in times)])
-    headers = ["", "sent\nMB/step", "volume", "paper", "step\nms", "data", "for-\nward"]
-    return rows, [*headers, "back-\nward", "up-\ndate"]
+        lines.append([row.name, *cells])
+    return lines, ["", *(header for header, *_ in columns)]
 
 
 # --------------------------------------------------------------------------------------- sentences

@@ -13,21 +13,19 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from support.checkpoints.format import list_checkpoints
+from support.cli.ds_config import lookup
 from support.errors import UserError
 from support.redaction import redact
 from support.report import comparison_text, plots
 from support.report.compare import read_comparison, read_folder
 from support.units import MB, human_bytes, human_rate
 
-# Label, key of results.json, and format of the numbers at the top of a run's page.
+# Key of results.json, and format of the numbers at the top of a run's page.
 FACTS = """
-    model, model, {} | parameters, parameters, {:,} | strategy, strategy, {} | ranks, world_size, {}
-    | device, device, {} | precision, precision, {} | sequences per step, global_batch_size, {}
-    | tokens in a sequence, seq_length, {} | steps, steps, {:,} | tokens, tokens, {:,}
-    | first loss, train_loss_first, {:.4f} | last loss, train_loss_last, {:.4f}
-    | evaluation loss, eval_loss, {:.4f} | perplexity, perplexity, {:,.2f}
-    | tokens per second, tokens_per_second, {:,.0f} | MFU, mfu, {:.1%}
-    | seconds in steps, training_seconds, {:,.1f}
+    model {} | parameters {:,} | strategy {} | world_size {} | device {} | precision {}
+    | global_batch_size {} | seq_length {} | steps {:,} | tokens {:,} | train_loss_first {:.4f}
+    | train_loss_last {:.4f} | eval_loss {:.4f} | perplexity {:,.2f} | tokens_per_second {:,.0f}
+    | mfu {:.1%} | training_seconds {:,.1f}
 """
 CURVES = {
     "Loss (nats per token)": {"training": "loss", "evaluation": "eval_loss"},
@@ -45,9 +43,6 @@ def page_of(folder: Path) -> str:
     """
     is_run = any((folder / name).exists() for name in ("results.json", "metrics.jsonl"))
     values = (_run if is_run else _comparison)(folder)
-    values["sections"] = {
-        name: part for name, part in values["sections"].items() if any(part.values())
-    }
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, finalize=_clean)
     return environment.get_template("page.html").render(**values)
@@ -55,9 +50,7 @@ def page_of(folder: Path) -> str:
 
 def _clean(value: Any) -> Any:
     """Return a value of a file as text without secrets; charts are left as they are."""
-    if isinstance(value, Markup):
-        return value
-    return redact("—" if value is None else str(value))
+    return value if isinstance(value, Markup) else redact("—" if value is None else str(value))
 
 
 def _svg(draw: plots.Chart, **values: Any) -> Markup:
@@ -67,16 +60,17 @@ def _svg(draw: plots.Chart, **values: Any) -> Markup:
 def _comparison(folder: Path) -> dict[str, Any]:
     """Return the values of the template for a comparison."""
     comparison = read_comparison(folder)
-    if not any(row.runs for row in comparison.rows):
+    runs = [run for row in comparison.rows for run in row.runs]
+    if not runs:
         known = "an output folder with results.json, or a comparison, comparison_runs/NAME"
         raise UserError(f"{folder} holds no run: name {known}.")
     charts = {caption: _svg(chart) for caption, chart in plots.charts_of(comparison).items()}
-    commands = [comparison_text.command_of(run) for row in comparison.rows for run in row.runs]
     sections = {
         "Results": {"tables": comparison_text.tables_of(comparison, wide=True)},
         "Conclusions": {"lines": comparison_text.sentences_of(comparison)},
         "Charts": {"charts": charts},
-        "Origin": {"lines": comparison_text.provenance(comparison), "text": "\n".join(commands)},
+        "Origin": {"lines": comparison_text.provenance(comparison)},
+        "Commands": {"text": "\n".join(map(comparison_text.command_of, runs))},
     }
     subtitle = comparison_text.title(comparison)
     return {"title": comparison.name, "subtitle": subtitle, "sections": sections}
@@ -88,44 +82,52 @@ def _run(folder: Path) -> dict[str, Any]:
     results, problem = run.results, run.results.get("reason")
     if not results or results.get("status") == "running":
         problem = "It has not ended, or it was killed, and results.json may be missing or damaged."
-    curves = {}
-    for caption, keys in CURVES.items():
-        lines = {
-            label: [(r["step"], r[key]) for r in run.records if r.get(key) is not None]
-            for label, key in keys.items()
-        }
-        if drawn := {label: points for label, points in lines.items() if points}:
-            curves[caption] = _svg(plots.draw_lines, lines=drawn)
+    facts = [(entry.split()[0], entry.split()[1]) for entry in FACTS.split("|")]
     collectives = [
         [name, human_rate(entry["calls"]), human_bytes(entry["sent_bytes"])]
         for name, entry in (results.get("communication_per_step") or {}).items()
     ]
-    traffic = [(collectives, ["collective", "calls", "sent bytes"])] if collectives else []
-    facts = [entry.strip().split(", ") for entry in FACTS.split("|")]
-    values = [(label, results.get(key), text) for label, key, text in facts]
+    curves = _curves(run.records)
     sections: dict[str, dict[str, Any]] = {
-        "Results": {"facts": {label: text.format(v) for label, v, text in values if v is not None}},
+        "Results": {
+            "facts": {
+                key.replace("_", " "): text.format(results[key])
+                for key, text in facts
+                if results.get(key) is not None
+            }
+        },
         "Curves": {"charts": curves, "lines": [] if curves else ["metrics.jsonl has no step."]},
         "Memory and time of a step": {"charts": _charts_of_step(results)},
-        "Communication": {"tables": traffic},
+        "Communication": {"tables": [(collectives, ["collective", "calls", "sent bytes"])]},
         "Checkpoints": {"lines": [path.name for path in list_checkpoints(folder / "checkpoints")]},
-        "The trained model": _table(results, "export", "push"),
         "Generated text": {"text": results.get("sample")},
-        "Data": _table(results, "dataset"),
-        "Hardware and versions": _table(results, "hardware", "versions"),
         "Command": {"text": results.get("command")},
-        "Flags": _table(results, "flags"),
     }
+    for key in ("export", "push", "dataset", "hardware", "versions", "flags"):
+        values = (results.get(key) or {}).items()
+        rows = [[name, value] for name, value in values if isinstance(value, str | int | float)]
+        sections[key.capitalize()] = {"tables": [(rows, ["", ""])]}
     subtitle = f"{results.get('status')}, started {results.get('started_at')}"
     title = folder.resolve().name
     return {"title": title, "subtitle": subtitle, "problem": problem, "sections": sections}
 
 
+def _curves(records: list[dict]) -> dict[str, Markup]:
+    curves = {}
+    for caption, keys in CURVES.items():
+        lines = {
+            label: [(r["step"], r[key]) for r in records if r.get(key) is not None]
+            for label, key in keys.items()
+        }
+        if drawn := {label: points for label, points in lines.items() if points}:
+            curves[caption] = _svg(plots.draw_lines, lines=drawn)
+    return curves
+
+
 def _charts_of_step(results: dict) -> dict[str, Markup]:
     """Return the charts of the memory of each rank and of the time of each phase."""
     charts = {}
-    ranks = [r for r in (results.get("memory") or {}).get("categories_bytes_by_rank") or () if r]
-    if ranks:
+    if ranks := list(filter(None, lookup(results, "memory.categories_bytes_by_rank") or [])):
         kinds = {kind: [(rank[kind] or 0) / MB for rank in ranks] for kind in ranks[0]}
         names = [f"rank {number}" for number in range(len(ranks))]
         caption = "Memory by category at the end of backward (MB)"
@@ -135,9 +137,3 @@ def _charts_of_step(results: dict) -> dict[str, Markup]:
         caption = "Mean time of each phase of a step (ms)"
         charts[caption] = _svg(plots.draw_bars, names=[*phases], bars=bars)
     return charts
-
-
-def _table(results: dict, *keys: str) -> dict[str, Any]:
-    values = {name: v for key in keys for name, v in (results.get(key) or {}).items()}
-    simple = [[name, v] for name, v in values.items() if isinstance(v, str | int | float)]
-    return {"tables": [(simple, ["", ""])] if simple else []}

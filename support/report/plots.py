@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from support.report.compare import STATES, Comparison, Row
+from support.report.compare import STATES, Comparison
 from support.report.comparison_text import provenance, title
 from support.units import GB, MB
 
@@ -24,7 +24,7 @@ KIND_COLORS = {"": BLUE, "parameters": BLUE, "gradients": SKY, "optimizer": ORAN
 KIND_COLORS |= {"activations": GREEN, "logits": PINK, "in host memory": "#dddddd"}
 # Text stays text, so that a page is small and can be searched.
 SVG_SETTINGS = {"svg.fonttype": "none", "legend.frameon": False, "svg.hashsalt": "page"}
-SMALLEST_DIFFERENCE = 1e-8  # drawn for equal losses: 0 has no logarithm
+EQUAL = 1e-8  # drawn as the difference of equal losses: 0 has no logarithm
 
 Chart = Callable[[Axes], object]
 
@@ -54,88 +54,73 @@ def draw(comparison: Comparison, path: Path) -> None:
 def charts_of(comparison: Comparison) -> dict[str, Chart]:
     """Return the functions that draw the charts of a comparison, by caption."""
     charts: dict[str, Chart] = {}
-    if measured := [row for row in comparison.rows if row.numbers]:
-        kind = "GPU memory at its peak (GB" if comparison.on_gpu else "Model states (MB"
-        chart = partial(draw_memory, rows=measured, on_gpu=comparison.on_gpu)
+    if measured := [row for row in comparison.rows if row.numbers.get("memory_bytes")]:
+        names = [row.name for row in measured]
+        unit, kind = (GB, "Peak GPU memory (GB") if comparison.on_gpu else (MB, "Model states (MB")
+        parts, plans = memory_of([row.numbers for row in measured], unit)
+        chart = partial(draw_bars, names=names, bars=parts, plans=plans)
         charts[f"{kind} on the fullest rank)"] = chart
-    if measured and not comparison.simulated:
-        charts["Samples per second, with the spread"] = partial(draw_speed, rows=measured)
-    if rows := [row for row in comparison.rows if row.points]:
-        if not comparison.of_strategies:
-            losses = {
-                row.name: [(last, loss) for (_, last), loss in row.runs[0].losses().items()]
-                for row in rows
-            }
-            charts["Training loss (nats per token)"] = partial(draw_lines, lines=losses)
-        chart = partial(draw_differences, comparison=comparison, rows=rows)
-        charts["Relative difference of the loss"] = chart
+        if not comparison.simulated:
+            low, rates, high = (
+                [row.numbers[f"samples_per_second{end}"] for row in measured]
+                for end in ("_low", "", "_high")
+            )
+            chart = partial(draw_bars, names=names, bars={"": rates}, spread=(low, high))
+            charts["Samples per second, with the spread"] = chart
+    rows = {row.name: row for row in comparison.rows if row.points}
+    if rows and not comparison.of_strategies:
+        losses = {
+            name: [(last, loss) for (_, last), loss in row.runs[0].losses().items()]
+            for name, row in rows.items()
+        }
+        charts["Training loss (nats per token)"] = partial(draw_lines, lines=losses)
+    if rows:
+        if comparison.control:
+            rows["control: higher lr"] = comparison.control
+        differences = {
+            name: [(p.last, max(EQUAL, p.relative)) for p in row.points if p.of == "loss"]
+            for name, row in rows.items()
+            if row is not comparison.reference
+        }
+        medians = f", medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
+        chart = partial(draw_lines, lines=differences, limit=comparison.tolerance)
+        charts[f"Relative difference of the loss ({EQUAL:.0e}: none{medians})"] = chart
     return charts
 
 
-def draw_memory(axes: Axes, rows: list[Row], on_gpu: bool) -> None:
-    """Draw the kinds of memory of each row as stacked bars, and the plan.
+def memory_of(numbers: list[dict], unit: int) -> tuple[dict[str, list[float]], list[float]]:
+    """Return the memory of each row by kind and the plans, in GB or MB.
 
-    On a GPU the bars reach the allocator's peak; memory of the host is added.
+    On a GPU the kinds make the allocator's peak; memory of the host is added.
     """
-    unit, numbers = (GB if on_gpu else MB), [row.numbers for row in rows]
     parts = {kind: [n["categories"][kind] / unit for n in numbers] for kind in STATES}
     parts["other"] = [
         max(0.0, n["memory_bytes"] - sum(n["categories"].values())) / unit for n in numbers
     ]
     parts["in host memory"] = [sum(n["host_categories"].values()) / unit for n in numbers]
-    plans = [n["planned_bytes"] / unit if n["planned_bytes"] else math.nan for n in numbers]
-    draw_bars(axes, [row.name for row in rows], parts, plans)
+    return parts, [(n["planned_bytes"] or math.nan) / unit for n in numbers]
 
 
-def draw_speed(axes: Axes, rows: list[Row]) -> None:
-    """Draw the throughput of each row as a bar, with its spread."""
-    names = [row.name for row in rows]
-    rates, low, high = (
-        [row.numbers[f"samples_per_second{end}"] for row in rows] for end in ("", "_low", "_high")
-    )
-    draw_bars(axes, names, {"": rates})
-    middle = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
-    half = [(b - a) / 2 for a, b in zip(low, high, strict=True)]
-    axes.errorbar(middle, names, xerr=half, fmt="none", capsize=4, ecolor="#333333")
-
-
-def draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
-    """Draw the relative loss differences from the reference, and the tolerance, on a log axis."""
-    drawn = {row.name: row for row in rows if row is not comparison.reference}
-    if comparison.control:
-        drawn["control: higher lr"] = comparison.control
-    lines = {
-        name: [
-            (point.last, max(SMALLEST_DIFFERENCE, point.relative))
-            for point in row.points
-            if point.of == "loss" and math.isfinite(point.relative)
-        ]
-        for name, row in drawn.items()
-    }
-    limit = comparison.tolerance or SMALLEST_DIFFERENCE
-    axes.axhline(limit, label="tolerance", color=RED, linestyle="--")
-    draw_lines(axes, lines)
-    axes.set_yscale("log")
-    largest = max([limit, *(value for points in lines.values() for _, value in points)])
-    axes.set_ylim(SMALLEST_DIFFERENCE / 2, 100 * largest)  # space for the legend
-    medians = f"medians of {comparison.lasting} steps; " if comparison.lasting > 1 else ""
-    axes.set_ylabel(f"{medians}none: {SMALLEST_DIFFERENCE:.0e}")
-    axes.legend(fontsize=8, ncols=3, loc="upper center")
-
-
-def draw_lines(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
+def draw_lines(
+    axes: Axes, lines: dict[str, list[tuple[int, float]]], limit: float | None = None
+) -> None:
     """Draw curves over the optimizer steps, each thinner than the one below it.
 
     Args:
         lines: the steps and the values of their points, by label.
+        limit: the tolerance of differences, which are drawn on a logarithmic axis.
     """
     for number, (label, points) in enumerate(lines.items()):
         width, marker = 1.3 + 4 * (1 - (number + 1) / len(lines)), "." if len(points) < 30 else ""
         color = COLORS[number % len(COLORS)]
         steps, values = [step for step, _ in points], [value for _, value in points]
         axes.plot(steps, values, label=label, color=color, marker=marker, linewidth=width)
-    if len(lines) > 1:
-        axes.legend(fontsize=8, ncols=2)
+    if limit is not None:
+        axes.axhline(max(EQUAL, limit), label="tolerance", color=RED, linestyle="--")
+        axes.set_yscale("log")
+        axes.set_ylim(EQUAL / 2, 100 * axes.get_ylim()[1])  # space for the legend
+    if len(lines) > 1 or limit is not None:
+        axes.legend(fontsize=8, ncols=3)
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
@@ -143,13 +128,18 @@ def draw_lines(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
 
 
 def draw_bars(
-    axes: Axes, names: list[str], bars: dict[str, list[float]], plans: list[float] | None = None
+    axes: Axes,
+    names: list[str],
+    bars: dict[str, list[float]],
+    plans: list[float] | None = None,
+    spread: tuple[list[float], list[float]] | None = None,
 ) -> None:
     """Draw stacked horizontal bars, the first name at the top.
 
     Args:
         bars: the length of each part of the bars, by label.
         plans: where a mark shows the planned length.
+        spread: where a line over each bar begins and ends.
     """
     left = [0.0] * len(names)
     for label, values in bars.items():
@@ -159,6 +149,8 @@ def draw_bars(
             left = [start + value for start, value in zip(left, values, strict=True)]
     if plans:
         axes.plot(plans, names, "k|", markersize=14, label="plan")
+    if spread:
+        axes.hlines(names, *spread, color="#333333")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     if len(bars) > 1:  # below the axes, where it covers no bar
