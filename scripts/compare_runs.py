@@ -43,7 +43,7 @@ def main() -> int:
         return print_status(compare.read_folder(args.runs[0]))
     if len(args.runs) == 1:
         comparison = compare.read_comparison(args.runs[0], args.tolerance)
-        if not comparison.rows:
+        if not comparison.runs:
             raise UserError(f"{args.runs[0]} holds no <strategy>/<repeat>/results.json.")
         report = args.output_dir / f"comparison_results_{comparison.name}"
         figure = report.with_name(f"{report.name}.png")

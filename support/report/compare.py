@@ -1,8 +1,7 @@
 """Compare runs: read their files, and compute the numbers of a comparison.
 
-Two runs and seven strategies are the same case: each row has one or several runs, and the first row
-with a completed run is the reference. Imports nothing heavy. comparison_text.py and plots.py show
-the numbers.
+Two runs and seven strategies are the same case: the first run is the reference. Imports nothing
+heavy. comparison_text.py and plots.py show the numbers.
 """
 
 from __future__ import annotations
@@ -57,17 +56,35 @@ def tolerance_of(precision: str, on_gpu: bool) -> tuple[float, int]:
 # ------------------------------------------------------------------------------------------ one run
 
 
+class Point(NamedTuple):
+    """A loss of the reference (a) and of a run (b): of one step, or a mean of several steps."""
+
+    of: str  # "loss" or "eval_loss"
+    first: int
+    last: int
+    a: float
+    b: float
+    relative: float  # difference relative to the reference; see `points_of`
+
+
 @dataclass
 class RecordedRun:
-    """What a run recorded, and how it ended."""
+    """What a run recorded, and how it ended; `Comparison` fills in what is below `repeats`."""
 
     place: Path  # the output folder, or the file of Trainer
     records: list[dict]  # of metrics.jsonl, or Trainer's log_history
     results: dict = field(default_factory=dict)  # results.json; {} for Trainer
-    # completed, skipped, oom, timeout, failed, interrupted, other_work, or as in results.json
+    # completed, skipped, oom, timeout, failed, interrupted, not run, or as in results.json
     status: str = "completed"
-    reason: str = ""  # why the run did not complete, or what its files lack
+    reason: str = ""  # why the run did not complete
     numbers: dict[str, Any] = field(default_factory=dict)  # see `numbers_of`; {} if not measured
+    repeats: list[RecordedRun] = field(default_factory=list)  # this one too; see `read_strategy`
+    name: str = ""  # in the report
+    points: list[Point] = field(default_factory=list)  # the losses in common with the reference
+    first: Point | None = None  # beyond the tolerance; an evaluation only if training losses agree
+    largest: Point | None = None
+    differences: list[Difference] = field(default_factory=list)  # of facts
+    causes: list[Difference] = field(default_factory=list)  # of `first`, the most likely first
 
     @property
     def of_trainer(self) -> bool:
@@ -85,6 +102,11 @@ class RecordedRun:
                 found[start, step] = math.nan if loss is None else loss
                 first = step + 1
         return found
+
+    @property
+    def steps(self) -> int:
+        """Return the number of compared training steps."""
+        return sum(p.last - p.first + 1 for p in self.points if p.of == "loss")
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -180,7 +202,7 @@ def numbers_of(results: dict) -> dict[str, Any]:
     planned = memory.get("predicted_bytes") or {}
     numbers = {
         "memory_bytes": max(memory["peak_bytes"]) if on_gpu else states_of(device),
-        "planned_bytes": planned and (planned["peak"] if on_gpu else states_of(planned)),
+        "planned_bytes": (planned["peak"] if on_gpu else states_of(planned)) if planned else None,
         "categories": {kind: device[kind] for kind in STATES},
         "host_categories": {k: anywhere[k] - device[k] for k in ("gradients", "optimizer")},
         "host_bytes": max(memory["host_peak_bytes"]),
@@ -227,75 +249,34 @@ def volume_of(collectives: dict, parameters: int) -> float:
 # ---------------------------------------------------------------------------------- the comparison
 
 
-class Point(NamedTuple):
-    """A loss of the reference (a) and of a run (b): of one step, or a mean of several steps."""
-
-    of: str  # "loss" or "eval_loss"
-    first: int
-    last: int
-    a: float
-    b: float
-    relative: float  # difference relative to the reference; see `points_of`
-
-
 @dataclass
-class Row:
-    """The runs of one strategy, or a single run; `Comparison` fills in the rest."""
+class Comparison:
+    """Runs that are compared with the first one; strategies with the first that completed."""
 
     name: str
     runs: list[RecordedRun]
-    numbers: dict[str, Any] = field(default_factory=dict)  # of the repeat with the median speed
-    points: list[Point] = field(default_factory=list)  # the losses in common with the reference
-    first: Point | None = None  # beyond the tolerance; an evaluation only if training losses agree
-    largest: Point | None = None
-    differences: list[Difference] = field(default_factory=list)  # of facts
-    causes: list[Difference] = field(default_factory=list)  # of `first`, the most likely first
-
-    @property
-    def completed(self) -> list[RecordedRun]:
-        return [run for run in self.runs if run.status == "completed"]
-
-    @property
-    def status(self) -> str:
-        """Return the status of the first run that did not complete."""
-        broken = [run.status for run in self.runs if run.status != "completed"]
-        return (broken or ["completed" if self.runs else "not run"])[0]
-
-    @property
-    def steps(self) -> int:
-        """Return the number of compared training steps."""
-        return sum(p.last - p.first + 1 for p in self.points if p.of == "loss")
-
-
-@dataclass
-class Comparison:
-    """Rows of runs, compared with the first row; of strategies, with the first that completed."""
-
-    name: str
-    rows: list[Row]
     tolerance: float | None  # largest relative loss difference that counts as equal
-    of_strategies: bool = False  # the rows are strategies, whose runs must do the same work
+    of_strategies: bool = False
     # The reference with a higher learning rate, to see whether the losses would show a difference
-    control: Row | None = None
+    control: RecordedRun | None = None
 
     def __post_init__(self) -> None:
-        candidates = [row for row in self.rows if row.completed or not self.of_strategies]
+        candidates = [run for run in self.runs if run.numbers or not self.of_strategies]
         self.reference = candidates[0] if candidates else None
-        base = (candidates[0].completed or candidates[0].runs)[0] if candidates else None
-        self.facts: dict = base.results if base else {}  # results.json of the reference
+        self.facts = self.reference.results if self.reference else {}
         self.simulated = bool(self.facts.get("simulated_world_size"))
         self.on_gpu = self.facts.get("device") == "cuda"
         self.lasting = 1  # number of steps over which a loss difference is the median
-        if base and self.of_strategies:
+        if self.reference and self.of_strategies:
             limit, self.lasting = tolerance_of(self.facts["precision"], self.on_gpu)
             self.tolerance = self.tolerance or limit
-        for row in [*self.rows, *filter(None, [self.control])] if base else []:
-            self._add_numbers(row)
-            self._compare_losses(row, base)
+        for run in [*self.runs, *filter(None, [self.control])] if self.reference else []:
+            add_ratios(run.numbers, self.reference.numbers)
+            self._compare_losses(run, self.reference)
         if not (self.control and self.control.points):
             self.control = None
-        self.compared = [row for row in self.rows if row.points and row is not self.reference]
-        self.departing = [row for row in self.rows if row.first]  # whose losses differ
+        self.compared = [run for run in self.runs if run.points and run is not self.reference]
+        self.departing = [run for run in self.runs if run.first]  # whose losses differ
         # None if no losses could be compared
         self.same_model = not self.departing if self.compared else None
         # The control does the same work as the reference.
@@ -306,54 +287,47 @@ class Comparison:
     def exit_code(self) -> int:
         """1 if a loss differs, a strategy failed or a run could not be compared; else 0."""
         if self.of_strategies:
-            failed = any(row.status not in ("completed", "skipped") for row in self.rows)
+            failed = any(run.status not in ("completed", "skipped") for run in self.runs)
         else:
-            failed = len(self.compared) < len(self.rows) - 1
+            failed = len(self.compared) < len(self.runs) - 1
         return int(failed or self.reference is None or bool(self.departing))
 
-    def _add_numbers(self, row: Row) -> None:
-        """Set the numbers of a row: those of the repeat with the median speed, and the spread."""
-        measured = [run.numbers for run in row.completed if run.numbers]
-        if not measured:
-            return
-        measured.sort(key=lambda numbers: numbers.get("samples_per_second", 0))
-        row.numbers = numbers = dict(measured[(len(measured) - 1) // 2])
-        reference = self.reference.numbers if self.reference else {}
-        if len(measured) > 1 and not self.simulated:
-            numbers["samples_per_second_low"] = measured[0]["samples_per_second"]
-            numbers["samples_per_second_high"] = measured[-1]["samples_per_second"]
-        if (speed := reference.get("samples_per_second")) and "samples_per_second" in numbers:
-            numbers["speed"] = numbers["samples_per_second"] / speed
-            low, high = numbers["samples_per_second_low"], numbers["samples_per_second_high"]
-            numbers["speed_spread"] = (high - low) / 2 / speed
-        if row is not self.reference and reference.get("memory_bytes"):
-            numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
-
-    def _compare_losses(self, row: Row, base: RecordedRun) -> None:
-        """Compare the losses of a row with the reference's, and find the causes."""
-        for run in row.completed if self.of_strategies else row.runs:
-            points = points_of("loss", base, run, self.lasting)
-            row.points += points + points_of("eval_loss", base, run, 1)
-            row.differences = row.differences or compare_facts(base, run)
-            if self.of_strategies and not (points or self.simulated):
+    def _compare_losses(self, run: RecordedRun, reference: RecordedRun) -> None:
+        """Compare the losses of a run with the reference's, and find the causes."""
+        for repeat in run.repeats if self.of_strategies else [run]:
+            run.points += points_of("loss", reference, repeat, self.lasting)
+            run.points += points_of("eval_loss", reference, repeat, 1)
+        if not run.points:
+            if run.status == "completed" and self.of_strategies and not self.simulated:
                 run.status, run.reason = "failed", "metrics.jsonl has no step of the reference"
-        if not row.points:
             return
-        row.largest = max(row.points, key=lambda point: point.relative)
-        row.numbers["difference"] = row.largest.relative
-        beyond = [point for point in row.points if point.relative > (self.tolerance or 0)]
-        row.first = min(beyond, key=lambda p: (p.of != "loss", p.last), default=None)
-        if row.first:
-            latest = row.first.last + self.lasting - 1  # the first medians share their steps
-            row.causes = causes_of(row.differences, row.first.of, latest)
+        run.differences = compare_facts(reference, run)
+        run.largest = max(run.points, key=lambda point: point.relative)
+        run.numbers["difference"] = run.largest.relative
+        beyond = [point for point in run.points if point.relative > (self.tolerance or 0)]
+        run.first = min(beyond, key=lambda p: (p.of != "loss", p.last), default=None)
+        if run.first:
+            latest = run.first.last + self.lasting - 1  # the first medians share their steps
+            run.causes = causes_of(run.differences, run.first.of, latest)
+
+
+def add_ratios(numbers: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Add the speed and the memory relative to the reference, where both were measured."""
+    if "samples_per_second" in numbers and (speed := reference.get("samples_per_second")):
+        low, high = numbers["samples_per_second_low"], numbers["samples_per_second_high"]
+        numbers["speed"] = numbers["samples_per_second"] / speed
+        numbers["speed_spread"] = (high - low) / 2 / speed
+    if "memory_bytes" in numbers and reference.get("memory_bytes"):
+        numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
 
 
 def compare_runs(runs: list[RecordedRun], tolerance: float | None) -> Comparison:
     """Compare runs of any kind with the first one, step by step."""
-    rows = [Row(chr(ord("A") + number), [run]) for number, run in enumerate(runs)]
+    for number, run in enumerate(runs):
+        run.name = chr(ord("A") + number)
     if tolerance is None:  # transformers before 5.0 logs losses with four decimals
         tolerance = 1e-4 if any(run.of_trainer for run in runs) else 1e-6
-    return Comparison(" ".join(str(run.place) for run in runs), rows, tolerance)
+    return Comparison(" ".join(str(run.place) for run in runs), runs, tolerance)
 
 
 def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
@@ -364,12 +338,29 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     """
     planned = _read_text(folder / "planned.txt").split()
     names = [name for name in STRATEGIES if name in planned or (folder / name).is_dir()]
-    rows = []
-    for name in (*names, "control"):
-        repeats = [path for path in (folder / name).glob("*") if path.name.isdecimal()]
-        runs = map(read_folder, sorted(repeats, key=lambda path: int(path.name)))
-        rows.append(Row(name, [*runs]))
-    return Comparison(folder.resolve().name, rows[:-1], tolerance, True, rows[-1])
+    *runs, control = [read_strategy(folder / name) for name in (*names, "control")]
+    return Comparison(folder.resolve().name, runs, tolerance, True, control)
+
+
+def read_strategy(folder: Path) -> RecordedRun:
+    """Return the repeat with the median speed; with repeats the spread is that of their speeds.
+
+    If a repeat did not complete, the status is that of the first such repeat.
+    """
+    paths = sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name))
+    repeats = [read_folder(path) for path in paths]
+    broken = [run for run in repeats if run.status != "completed"]
+    completed = [run for run in repeats if run.status == "completed"]
+    completed.sort(key=lambda run: run.numbers.get("samples_per_second", 0))
+    none = RecordedRun(folder, [], status="not run")
+    run = completed[(len(completed) - 1) // 2] if completed else (broken or [none])[0]
+    run.name, run.repeats = folder.name, completed
+    if broken:
+        run.status, run.reason = broken[0].status, f"{broken[0].place}: {broken[0].reason}"
+    if len(completed) > 1 and "samples_per_second" in run.numbers:
+        slowest, fastest = (completed[end].numbers["samples_per_second"] for end in (0, -1))
+        run.numbers |= {"samples_per_second_low": slowest, "samples_per_second_high": fastest}
+    return run
 
 
 def compare_facts(a: RecordedRun, b: RecordedRun) -> list[Difference]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.files.atomic import only_finite
 from support.report.causes import ROUNDING
-from support.report.compare import TOLERANCES, Comparison, RecordedRun, Row, tolerance_of
+from support.report.compare import TOLERANCES, Comparison, RecordedRun, tolerance_of
 from support.text_tables import markdown_table, text_table
 from support.units import GB, MB, human_bytes
 
@@ -21,7 +21,7 @@ WORK = """
 """.split()
 MOST_CAUSES = 3  # that a sentence names
 Table = tuple[list[list[str]], list[str]]  # rows and headers
-Column = tuple[str, str, str, float]  # header, key of a row's numbers, format, unit of the number
+Column = tuple[str, str, str, float]  # header, key of a run's numbers, format, unit of the number
 
 ON_GPU: tuple[Column, ...] = (
     ("GPU\npeak\nGB", "memory_bytes", "{:,.2f}", GB),
@@ -71,8 +71,7 @@ def as_markdown(comparison: Comparison) -> str:
     tables = [markdown_table(*table) for table in tables_of(comparison, True)]
     lines = [f"- {line}" for line in sentences_of(comparison) + provenance(comparison)]
     figure = f"![Charts](comparison_results_{comparison.name}.png)"
-    commands = [command_of(run) for row in comparison.rows for run in row.runs]
-    block = "\n".join(["```bash", *commands, "```"])
+    block = "\n".join(["```bash", *map(command_of, comparison.runs), "```"])
     parts = [f"## {title(comparison)}", *tables, "\n".join(lines), figure, block]
     return "\n\n".join(parts) + "\n"
 
@@ -87,32 +86,24 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.name if comparison.reference else None,
         "lasting_steps": comparison.lasting,
-        "departing": [row.name for row in comparison.departing],
+        "departing": [run.name for run in comparison.departing],
         "verdict": sentences_of(comparison),
-        "control": comparison.control and _row_as_json(comparison.control),
-        "strategies" if comparison.of_strategies else "runs": [*map(_row_as_json, comparison.rows)],
+        "control": comparison.control and _run_as_json(comparison.control),
+        "strategies" if comparison.of_strategies else "runs": [*map(_run_as_json, comparison.runs)],
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
-    attempts = [
-        {
-            **{"folder": str(run.place), "status": run.status, "reason": run.reason},
-            **{"command": command_of(run), "started_at": run.results.get("started_at")},
-        }
-        for run in row.runs
-    ]
+def _run_as_json(run: RecordedRun) -> dict[str, Any]:
     entry = {
-        "strategy": row.name,
-        "status": row.status,
-        "reason": next((run.reason for run in row.runs if run.status != "completed"), ""),
-        **row.numbers,
-        "attempts": attempts,
-        "compared_steps": row.steps,
-        "first_difference": row.first and row.first._asdict(),
-        "largest_difference": row.largest and row.largest._asdict(),
-        "likely_causes": [entry.name for entry in row.causes],
-        "differences": [entry._asdict() for entry in row.differences],
+        **{"strategy": run.name, "status": run.status, "reason": run.reason},
+        **{"folder": str(run.place), "command": command_of(run), "repeats": len(run.repeats)},
+        "started_at": run.results.get("started_at"),
+        **run.numbers,
+        "compared_steps": run.steps,
+        "first_difference": run.first and run.first._asdict(),
+        "largest_difference": run.largest and run.largest._asdict(),
+        "likely_causes": [entry.name for entry in run.causes],
+        "differences": [entry._asdict() for entry in run.differences],
     }
     return only_finite(entry)
 
@@ -124,7 +115,7 @@ def title(comparison: Comparison) -> str:
     """Describe what was compared in one line: model, ranks, precision, batch, steps."""
     work = comparison.facts
     if not (comparison.of_strategies and work):
-        return "; ".join(f"{row.name}: {run.place}" for row in comparison.rows for run in row.runs)
+        return "; ".join(f"{run.name}: {run.place}" for run in comparison.runs)
     ranks = f"{work['world_size']} ranks"
     if comparison.simulated:
         ranks = f"rank 0 of {work['simulated_world_size']}, simulated"
@@ -161,32 +152,32 @@ def command_of(run: RecordedRun) -> str:
 
 
 def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
-    """Return the tables with rows: results, then communication and times, or what differs."""
+    """Return the tables: results, then communication and times, or what differs."""
     memory = ON_GPU if comparison.on_gpu else ON_CPU
-    results, headers = _table_of(comparison.rows, memory + (RESULTS if wide else RESULTS[:5]))
-    for cells, row in zip(results, comparison.rows, strict=True):
-        cells.insert(1, row.status.replace("_", " "))
+    results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:5]))
+    for cells, run in zip(results, comparison.runs, strict=True):
+        cells.insert(1, run.status.replace("_", " "))
     tables: list[Table] = [(results, [headers[0], "status", *headers[1:]])]
     if comparison.of_strategies:
-        measured = [row for row in comparison.rows if "step_seconds" in row.numbers]
+        measured = [run for run in comparison.runs if "step_seconds" in run.numbers]
         tables += [_table_of(measured, STEP)] if measured else []
-    for row in [] if comparison.of_strategies else comparison.rows:
-        if row.differences:
-            differences = [[d.name, *d.values, d.changes] for d in row.differences]
-            tables.append((differences, ["", "A", row.name, "changes"]))
+    for run in [] if comparison.of_strategies else comparison.runs:
+        if run.differences:
+            differences = [[d.name, *d.values, d.changes] for d in run.differences]
+            tables.append((differences, ["", "A", run.name, "changes"]))
     return tables
 
 
-def _table_of(rows: list[Row], columns: tuple[Column, ...]) -> Table:
-    """Return a table of the columns that at least one row has."""
-    columns = tuple(c for c in columns if any(row.numbers.get(c[1]) is not None for row in rows))
+def _table_of(runs: list[RecordedRun], columns: tuple[Column, ...]) -> Table:
+    """Return a table of the columns that at least one run has."""
+    columns = tuple(c for c in columns if any(run.numbers.get(c[1]) is not None for run in runs))
     lines = []
-    for row in rows:
-        values = [(row.numbers.get(key), text, unit) for _, key, text, unit in columns]
+    for run in runs:
+        values = [(run.numbers.get(key), text, unit) for _, key, text, unit in columns]
         cells = [
             "—" if value is None else text.format(value / unit) for value, text, unit in values
         ]
-        lines.append([row.name, *cells])
+        lines.append([run.name, *cells])
     return lines, ["", *(header for header, *_ in columns)]
 
 
@@ -202,8 +193,8 @@ def sentences_of(comparison: Comparison) -> list[str]:
         sentences = ["This is a memory simulation: nothing was trained."]
     else:
         sentences = [
-            difference_of(row, comparison.reference, comparison.on_gpu)
-            for row in comparison.departing
+            difference_of(run, comparison.reference, comparison.on_gpu)
+            for run in comparison.departing
         ]
         sentences += _equal_losses(comparison)
     if comparison.of_strategies and comparison.reference and not comparison.simulated:
@@ -213,14 +204,14 @@ def sentences_of(comparison: Comparison) -> list[str]:
 
 def _equal_losses(comparison: Comparison) -> Iterator[str]:
     """Say which losses agree, and whether the control's would have shown a difference."""
-    equal = [row for row in comparison.compared if row not in comparison.departing]
+    equal = [run for run in comparison.compared if run not in comparison.departing]
     if equal and comparison.reference:
-        worst = max(equal, key=lambda row: row.largest.relative)
+        worst = max(equal, key=lambda run: run.largest.relative)
         medians = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
-        *names, last = [row.name for row in equal]
+        *names, last = [run.name for run in equal]
         yield (
             f"✅ Same model: the losses of {', '.join(names)}{' and ' * bool(names)}{last} agree "
-            f"with those of {comparison.reference.name} in all {min(row.steps for row in equal):,} "
+            f"with those of {comparison.reference.name} in all {min(run.steps for run in equal):,} "
             f"steps. The largest relative difference is {worst.largest.relative:.1e}{medians} "
             f"({worst.name}, step {worst.largest.last}); tolerance {comparison.tolerance:g}."
         )
@@ -238,23 +229,23 @@ def _equal_losses(comparison: Comparison) -> Iterator[str]:
             )
 
 
-def difference_of(row: Row, reference: Row, on_gpu: bool) -> str:
-    """Say where the losses of a row differ from the reference's, and the likely causes."""
-    first, largest = row.first, row.largest
+def difference_of(run: RecordedRun, reference: RecordedRun, on_gpu: bool) -> str:
+    """Say where the losses of a run differ from the reference's, and the likely causes."""
+    first, largest = run.first, run.largest
     assert first and largest
     digits = ".4f" if first.relative > 1e-4 else ".8g"
     text = (
-        f"❌ {row.name}: the {'losses' if first.of == 'loss' else 'evaluations'} differ from those "
-        f"of {'its first run' if row is reference else reference.name} from step {first.last} "
+        f"❌ {run.name}: the {'losses' if first.of == 'loss' else 'evaluations'} differ from those "
+        f"of {'its first run' if run is reference else reference.name} from step {first.last} "
         f"({first.a:{digits}} and {first.b:{digits}}, {first.relative:.1e} relative). The largest "
         f"difference is {largest.relative:.1e}, at step {largest.last}."
     )
-    if row.causes:
-        causes = [f"{cause}, which changes {cause.changes}" for cause in row.causes[:MOST_CAUSES]]
+    if run.causes:
+        causes = [f"{cause}, which changes {cause.changes}" for cause in run.causes[:MOST_CAUSES]]
         return f"{text} Likely cause: {'; or '.join(causes)}."
-    found = [difference for difference in row.differences if difference.changes == ROUNDING]
+    found = [difference for difference in run.differences if difference.changes == ROUNDING]
     names = ", ".join(map(str, found)) or "nothing that the runs record"
-    precisions = {run.results.get("precision") for run in (*row.runs, *reference.runs)}
+    precisions = {run.results.get("precision") for run in (run, reference)}
     limits = [tolerance_of(name, on_gpu)[0] for name in precisions if name]
     if largest.relative <= (limit := max(limits, default=TOLERANCES["fp32"][0])):
         return f"{text} Likely cause: rounding, up to {limit:.0e} relative, because of {names}."
@@ -272,9 +263,9 @@ def _speed_and_memory(comparison: Comparison) -> Iterator[str]:
             f"{comparison.control.numbers['speed']:.2f} times its speed. Other programs may have "
             "used the machine. Compare again with REPEATS=3."
         )
-    if rows := [row for row in comparison.rows if row.numbers and not row.first]:
-        fastest = max(rows, key=lambda row: row.numbers["samples_per_second"]).name
-        least = min(rows, key=lambda row: row.numbers["memory_bytes"]).name
+    if runs := [run for run in comparison.runs if run.numbers and not run.first]:
+        fastest = max(runs, key=lambda run: run.numbers["samples_per_second"]).name
+        least = min(runs, key=lambda run: run.numbers["memory_bytes"]).name
         text = f"Fastest: {fastest}. " if comparison.speeds_are_comparable else ""
         text += (
             f"Least {'GPU memory' if comparison.on_gpu else 'memory for model states'}: {least}."
@@ -285,14 +276,9 @@ def _speed_and_memory(comparison: Comparison) -> Iterator[str]:
 
 def _incomplete(comparison: Comparison) -> Iterator[str]:
     """Name the runs that did not complete or could not be compared, with reason and log."""
-    for row in comparison.rows:
-        if comparison.of_strategies and row.status != "completed":
-            text = f"{row.name}: {row.status.replace('_', ' ')}"
-            if row.completed:
-                text += f" ({len(row.completed)} of {len(row.runs)} repeats completed)"
-            mark = "ℹ️ " if row.status in ("skipped", "not run") else "❌"
-            broken = [run for run in row.runs if run.status != "completed"]
-            why = [f" {run.reason} Log: {run.place / 'log.txt'}" for run in broken[:1]]
-            yield f"{mark} {text}.{''.join(why)}"
-        elif not (comparison.of_strategies or row.points or row is comparison.reference):
-            yield f"❌ {row.name}: no step in common ({row.status}). {row.runs[0].reason}"
+    for run in comparison.runs:
+        if comparison.of_strategies and run.status != "completed":
+            mark = "ℹ️ " if run.status in ("skipped", "not run") else "❌"
+            yield f"{mark} {run.name}: {run.status}. {run.reason} (log.txt has more)"
+        elif not (comparison.of_strategies or run.points or run is comparison.reference):
+            yield f"❌ {run.name}: no step in common ({run.status}). {run.reason}"

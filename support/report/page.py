@@ -60,8 +60,7 @@ def _svg(draw: plots.Chart, **values: Any) -> Markup:
 def _comparison(folder: Path) -> dict[str, Any]:
     """Return the values of the template for a comparison."""
     comparison = read_comparison(folder)
-    runs = [run for row in comparison.rows for run in row.runs]
-    if not runs:
+    if all(run.status == "not run" for run in comparison.runs):
         known = "an output folder with results.json, or a comparison, comparison_runs/NAME"
         raise UserError(f"{folder} holds no run: name {known}.")
     charts = {caption: _svg(chart) for caption, chart in plots.charts_of(comparison).items()}
@@ -70,7 +69,7 @@ def _comparison(folder: Path) -> dict[str, Any]:
         "Conclusions": {"lines": comparison_text.sentences_of(comparison)},
         "Charts": {"charts": charts},
         "Origin": {"lines": comparison_text.provenance(comparison)},
-        "Commands": {"text": "\n".join(map(comparison_text.command_of, runs))},
+        "Commands": {"text": "\n".join(map(comparison_text.command_of, comparison.runs))},
     }
     subtitle = comparison_text.title(comparison)
     return {"title": comparison.name, "subtitle": subtitle, "sections": sections}

@@ -54,33 +54,33 @@ def draw(comparison: Comparison, path: Path) -> None:
 def charts_of(comparison: Comparison) -> dict[str, Chart]:
     """Return the functions that draw the charts of a comparison, by caption."""
     charts: dict[str, Chart] = {}
-    if measured := [row for row in comparison.rows if row.numbers.get("memory_bytes")]:
-        names = [row.name for row in measured]
+    if measured := [run for run in comparison.runs if run.numbers.get("memory_bytes")]:
+        names = [run.name for run in measured]
         unit, kind = (GB, "Peak GPU memory (GB") if comparison.on_gpu else (MB, "Model states (MB")
-        parts, plans = memory_of([row.numbers for row in measured], unit)
+        parts, plans = memory_of([run.numbers for run in measured], unit)
         chart = partial(draw_bars, names=names, bars=parts, plans=plans)
         charts[f"{kind} on the fullest rank)"] = chart
         if not comparison.simulated:
             low, rates, high = (
-                [row.numbers[f"samples_per_second{end}"] for row in measured]
+                [run.numbers[f"samples_per_second{end}"] for run in measured]
                 for end in ("_low", "", "_high")
             )
             chart = partial(draw_bars, names=names, bars={"": rates}, spread=(low, high))
             charts["Samples per second, with the spread"] = chart
-    rows = {row.name: row for row in comparison.rows if row.points}
-    if rows and not comparison.of_strategies:
+    runs = {run.name: run for run in comparison.runs if run.points}
+    if runs and not comparison.of_strategies:
         losses = {
-            name: [(last, loss) for (_, last), loss in row.runs[0].losses().items()]
-            for name, row in rows.items()
+            name: [(last, loss) for (_, last), loss in run.losses().items()]
+            for name, run in runs.items()
         }
         charts["Training loss (nats per token)"] = partial(draw_lines, lines=losses)
-    if rows:
+    if runs:
         if comparison.control:
-            rows["control: higher lr"] = comparison.control
+            runs["control: higher lr"] = comparison.control
         differences = {
-            name: [(p.last, max(EQUAL, p.relative)) for p in row.points if p.of == "loss"]
-            for name, row in rows.items()
-            if row is not comparison.reference
+            name: [(p.last, max(EQUAL, p.relative)) for p in run.points if p.of == "loss"]
+            for name, run in runs.items()
+            if run is not comparison.reference
         }
         medians = f", medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
         chart = partial(draw_lines, lines=differences, limit=comparison.tolerance)
@@ -89,7 +89,7 @@ def charts_of(comparison: Comparison) -> dict[str, Chart]:
 
 
 def memory_of(numbers: list[dict], unit: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the memory of each row by kind and the plans, in GB or MB.
+    """Return the memory of each run by kind and the plans, in GB or MB.
 
     On a GPU the kinds make the allocator's peak; memory of the host is added.
     """
