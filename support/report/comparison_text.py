@@ -32,7 +32,7 @@ ON_CPU: tuple[Column, ...] = (
     ("plan", "planned_bytes", "{:,.1f}", MB),
 )
 RESULTS: tuple[Column, ...] = (
-    ("samples\n/s", "samples_per_second", "{:,.2f}", 1),
+    ("samples\n/s", "samples_per_second", "{:,.1f}", 1),
     ("times\nfirst", "speed", "{:.2f}", 1),
     ("±", "speed_spread", "{:.2f}", 1),
     ("final\nloss", "final_loss", "{:.4f}", 1),

@@ -7,7 +7,6 @@ hub. The line numbers of the shell's script are those of the page.
 import re
 import shlex
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -123,44 +122,3 @@ def shell(script: str, folder: Path, environment: dict) -> tuple[int, str]:
 def test_commands_of_page(page, tmp_path, programs):
     project = copy_project(tmp_path / "copy")
     check_page(page, lambda script: shell(script, project, programs))
-
-
-PAGE = """# A page
-
-<!-- file: words/hello.txt -->
-```
-hello 17 /tmp/x/y
-```
-
-<!-- runnable -->
-```bash
-cat words/hello.txt
-echo "took 3.5 min"
-echo last
-```
-
-<!-- output -->
-```
-hello 5 /tmp/z
-...
-la…
-```
-"""
-
-
-@pytest.mark.parametrize(
-    "old, new, message",
-    [
-        ("", "", None),
-        ("la…", "more", "bad.md:16: the commands of line 9 do not print"),
-        ("cat words/hello.txt", "cat missing", "bad.md:10: exit code 1: cat missing"),
-    ],
-    ids=["right", "other output", "failing command"],
-)
-def test_a_wrong_page_is_found(tmp_path, old, new, message):
-    page = read("bad.md", PAGE.replace(old, new))
-    expected = (
-        pytest.raises(AssertionError, match=f"^{re.escape(message)}") if message else nullcontext()
-    )
-    with expected:
-        check_page(page, lambda script: shell(script, tmp_path, {}))
