@@ -82,7 +82,6 @@ class RecordedRun:
     name: str = ""  # in the report
     points: list[Point] = field(default_factory=list)  # the losses in common with the reference
     first: Point | None = None  # beyond the tolerance; an evaluation only if training losses agree
-    largest: Point | None = None
     differences: list[Difference] = field(default_factory=list)  # of facts
     causes: list[Difference] = field(default_factory=list)  # of `first`, the most likely first
 
@@ -104,6 +103,10 @@ class RecordedRun:
         return found
 
     @property
+    def largest(self) -> Point:
+        return max(self.points, key=lambda point: point.relative)
+
+    @property
     def steps(self) -> int:
         """Return the number of compared training steps."""
         return sum(p.last - p.first + 1 for p in self.points if p.of == "loss")
@@ -115,8 +118,6 @@ def read_run(path: Path) -> RecordedRun:
     Raises:
         UserError: there is no run.
     """
-    if path.name in ("results.json", "metrics.jsonl"):
-        path = path.parent
     if any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
         return read_folder(path)
     file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"
@@ -270,9 +271,10 @@ class Comparison:
         if self.reference and self.of_strategies:
             limit, self.lasting = tolerance_of(self.facts["precision"], self.on_gpu)
             self.tolerance = self.tolerance or limit
-        for run in [*self.runs, *filter(None, [self.control])] if self.reference else []:
-            add_ratios(run.numbers, self.reference.numbers)
-            self._compare_losses(run, self.reference)
+        for run in [*self.runs, *filter(None, [self.control])]:
+            if self.reference:
+                add_ratios(run.numbers, self.reference.numbers)
+                self._compare_losses(run, self.reference)
         if not (self.control and self.control.points):
             self.control = None
         self.compared = [run for run in self.runs if run.points and run is not self.reference]
@@ -302,7 +304,6 @@ class Comparison:
                 run.status, run.reason = "failed", "metrics.jsonl has no step of the reference"
             return
         run.differences = compare_facts(reference, run)
-        run.largest = max(run.points, key=lambda point: point.relative)
         run.numbers["difference"] = run.largest.relative
         beyond = [point for point in run.points if point.relative > (self.tolerance or 0)]
         run.first = min(beyond, key=lambda p: (p.of != "loss", p.last), default=None)
@@ -356,7 +357,10 @@ def read_strategy(folder: Path) -> RecordedRun:
     run = completed[(len(completed) - 1) // 2] if completed else (broken or [none])[0]
     run.name, run.repeats = folder.name, completed
     if broken:
-        run.status, run.reason = broken[0].status, f"{broken[0].place}: {broken[0].reason}"
+        run.status, run.reason = (
+            broken[0].status,
+            f"{broken[0].reason} (in {broken[0].place}/log.txt)",
+        )
     if len(completed) > 1 and "samples_per_second" in run.numbers:
         slowest, fastest = (completed[end].numbers["samples_per_second"] for end in (0, -1))
         run.numbers |= {"samples_per_second_low": slowest, "samples_per_second_high": fastest}

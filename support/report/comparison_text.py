@@ -23,14 +23,6 @@ MOST_CAUSES = 3  # that a sentence names
 Table = tuple[list[list[str]], list[str]]  # rows and headers
 Column = tuple[str, str, str, float]  # header, key of a run's numbers, format, unit of the number
 
-ON_GPU: tuple[Column, ...] = (
-    ("GPU\npeak\nGB", "memory_bytes", "{:,.2f}", GB),
-    ("plan", "planned_bytes", "{:,.2f}", GB),
-)
-ON_CPU: tuple[Column, ...] = (
-    ("state\nMB", "memory_bytes", "{:,.1f}", MB),
-    ("plan", "planned_bytes", "{:,.1f}", MB),
-)
 RESULTS: tuple[Column, ...] = (
     ("samples\n/s", "samples_per_second", "{:,.1f}", 1),
     ("times\nfirst", "speed", "{:.2f}", 1),
@@ -101,7 +93,7 @@ def _run_as_json(run: RecordedRun) -> dict[str, Any]:
         **run.numbers,
         "compared_steps": run.steps,
         "first_difference": run.first and run.first._asdict(),
-        "largest_difference": run.largest and run.largest._asdict(),
+        "largest_difference": run.largest._asdict() if run.points else None,
         "likely_causes": [entry.name for entry in run.causes],
         "differences": [entry._asdict() for entry in run.differences],
     }
@@ -153,7 +145,10 @@ def command_of(run: RecordedRun) -> str:
 
 def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
     """Return the tables: results, then communication and times, or what differs."""
-    memory = ON_GPU if comparison.on_gpu else ON_CPU
+    unit, text, name = (GB, "{:,.2f}", "GPU\npeak\nGB")
+    if not comparison.on_gpu:
+        unit, text, name = (MB, "{:,.1f}", "state\nMB")
+    memory = ((name, "memory_bytes", text, unit), ("plan", "planned_bytes", text, unit))
     results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:5]))
     for cells, run in zip(results, comparison.runs, strict=True):
         cells.insert(1, run.status.replace("_", " "))
@@ -186,32 +181,26 @@ def _table_of(runs: list[RecordedRun], columns: tuple[Column, ...]) -> Table:
 
 def sentences_of(comparison: Comparison) -> list[str]:
     """Return the conclusions: equal losses, speed, memory, and what the comparison cannot show."""
-    sentences = []
-    if comparison.reference is None:
-        sentences = ["❌ No strategy completed, so there is nothing to compare."]
-    elif comparison.simulated:
+    reference, sentences = comparison.reference, []
+    if comparison.simulated:
         sentences = ["This is a memory simulation: nothing was trained."]
-    else:
-        sentences = [
-            difference_of(run, comparison.reference, comparison.on_gpu)
-            for run in comparison.departing
-        ]
-        sentences += _equal_losses(comparison)
-    if comparison.of_strategies and comparison.reference and not comparison.simulated:
-        sentences += _speed_and_memory(comparison)
+    elif reference:
+        departing = comparison.departing
+        sentences = [difference_of(run, reference, comparison.on_gpu) for run in departing]
+        sentences += [*_equal_losses(comparison, reference)]
+        sentences += [*_speed_and_memory(comparison)] if comparison.of_strategies else []
     return [*sentences, *_incomplete(comparison)]
 
 
-def _equal_losses(comparison: Comparison) -> Iterator[str]:
+def _equal_losses(comparison: Comparison, reference: RecordedRun) -> Iterator[str]:
     """Say which losses agree, and whether the control's would have shown a difference."""
-    equal = [run for run in comparison.compared if run not in comparison.departing]
-    if equal and comparison.reference:
+    if equal := [run for run in comparison.compared if not run.first]:
         worst = max(equal, key=lambda run: run.largest.relative)
         medians = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
         *names, last = [run.name for run in equal]
         yield (
             f"✅ Same model: the losses of {', '.join(names)}{' and ' * bool(names)}{last} agree "
-            f"with those of {comparison.reference.name} in all {min(run.steps for run in equal):,} "
+            f"with those of {reference.name} in all {min(run.steps for run in equal):,} "
             f"steps. The largest relative difference is {worst.largest.relative:.1e}{medians} "
             f"({worst.name}, step {worst.largest.last}); tolerance {comparison.tolerance:g}."
         )
@@ -232,11 +221,11 @@ def _equal_losses(comparison: Comparison) -> Iterator[str]:
 def difference_of(run: RecordedRun, reference: RecordedRun, on_gpu: bool) -> str:
     """Say where the losses of a run differ from the reference's, and the likely causes."""
     first, largest = run.first, run.largest
-    assert first and largest
+    assert first
     digits = ".4f" if first.relative > 1e-4 else ".8g"
     text = (
         f"❌ {run.name}: the {'losses' if first.of == 'loss' else 'evaluations'} differ from those "
-        f"of {'its first run' if run is reference else reference.name} from step {first.last} "
+        f"of {'another repeat' if run is reference else reference.name} from step {first.last} "
         f"({first.a:{digits}} and {first.b:{digits}}, {first.relative:.1e} relative). The largest "
         f"difference is {largest.relative:.1e}, at step {largest.last}."
     )
@@ -279,6 +268,6 @@ def _incomplete(comparison: Comparison) -> Iterator[str]:
     for run in comparison.runs:
         if comparison.of_strategies and run.status != "completed":
             mark = "ℹ️ " if run.status in ("skipped", "not run") else "❌"
-            yield f"{mark} {run.name}: {run.status}. {run.reason} (log.txt has more)"
+            yield f"{mark} {run.name}: {run.status}. {run.reason}"
         elif not (comparison.of_strategies or run.points or run is comparison.reference):
             yield f"❌ {run.name}: no step in common ({run.status}). {run.reason}"

@@ -5,6 +5,7 @@ Texts of files are escaped and without secrets, and the page allows no script an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def _clean(value: Any) -> Any:
     return value if isinstance(value, Markup) else redact("—" if value is None else str(value))
 
 
-def _svg(draw: plots.Chart, **values: Any) -> Markup:
+def _svg(draw: Callable[..., object], **values: Any) -> Markup:
     return Markup(plots.svg_of(partial(draw, **values), (4.6, 3.0)))
 
 

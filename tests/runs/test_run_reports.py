@@ -52,7 +52,7 @@ def test_a_split_batch_gives_equal_losses(runs, report):
 def test_another_learning_rate_is_found(runs, report, tmp_path):
     """Its effect begins with the second loss."""
     figure = tmp_path / "figure.svg"
-    places = [runs["plain"].folder, runs["rate"].folder / "metrics.jsonl"]
+    places = [runs["plain"].folder, runs["rate"].folder]
     code, out, err = report("compare_runs.py", *places, "--json", "--plot", figure)
     assert code == 1, out + err
     found = json.loads(out)["runs"][1]
