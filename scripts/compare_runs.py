@@ -121,4 +121,5 @@ def parse() -> kinds.Options:
 
 
 if __name__ == "__main__":
+    process.catch_signals()
     process.run_command_line(main)

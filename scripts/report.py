@@ -41,4 +41,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    process.catch_signals()
     process.run_command_line(main, printed=False)
