@@ -134,12 +134,11 @@ def read_folder(path: Path) -> RecordedRun:
         records, _ = read_metrics(path / "metrics.jsonl")
     run = RecordedRun(path, records, _read_json(path / "results.json"))
     run.status, run.reason = _status(path, run.results)
-    try:
-        run.numbers = numbers_of(run.results)
-    # A run that failed, or one with --eval_only, lacks numbers.
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        if run.status == "completed":
-            run.status = "failed"
+    if run.status == "completed":
+        try:
+            run.numbers = numbers_of(run.results)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            run.status = "failed"  # or --eval_only
             run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
     return run
 
