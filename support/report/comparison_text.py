@@ -108,7 +108,7 @@ def title(comparison: Comparison) -> str:
     work = comparison.facts
     if not (comparison.of_strategies and work):
         return "; ".join(f"{run.name}: {run.place}" for run in comparison.runs)
-    ranks = f"{work['world_size']} ranks"
+    ranks = f"{work['world_size']} rank{'s' * (work['world_size'] > 1)}"
     if comparison.simulated:
         ranks = f"rank 0 of {work['simulated_world_size']}, simulated"
     return (
