@@ -110,13 +110,10 @@ ranks=${NUM_GPUS:-$((gpus > 0 ? gpus : 2))}
 
 # Dropout off: it would draw other numbers for each strategy, and the losses could not be compared.
 arguments=(--dropout 0 --no_eval --no_save --no_export)
-cap=""
 if [[ -n ${SIMULATE_GPUS-} ]]; then
     arguments+=(--simulate_gpus "$SIMULATE_GPUS")
 elif [[ $cap_steps == yes ]]; then
-    cap=30
-    [[ $model == tiny-gpt2 ]] && cap=40
-    arguments+=(--max_steps "$cap")
+    arguments+=(--max_steps "$([[ $model == tiny-gpt2 ]] && echo 40 || echo 30)")
 fi
 arguments+=("$@")
 # Invalid arguments would fail in every run, so the script checks them once; with infinity if it is compared, because that
@@ -149,7 +146,6 @@ elif [[ -e $runs ]]; then
 fi
 mkdir -p "$runs"
 printf '%s\n' "$configuration" > "$runs/configuration.txt"
-printf '%s\n' "$cap" > "$runs/step_cap.txt"
 printf '%s\n' "${strategies[@]}" > "$runs/planned.txt"
 
 # ------------------------------------------------------------------------------------------ running
@@ -237,7 +233,6 @@ run_and_say() { # as run_once; a completed run is kept under RESUME=1
         line=$(report --status "$folder") || code=$?
         if [[ $code == 0 && ($1 != control || $new == 0) ]]; then # the control shows a change of load since then
             say '%s (kept)\n' "$line"
-            : > "$folder/kept.txt"
             return 0
         fi
         [[ $code == 0 || $code == 3 ]] || return 0 # 3: it is not completed

@@ -19,15 +19,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import process
-
-if __name__ == "__main__":
-    process.catch_signals()
-
 from support.cli import argument_types as kinds
 from support.errors import EXIT_COMPLETED, UserError, first_line
 from support.files.atomic import write_atomically, write_text
@@ -43,35 +40,62 @@ def main() -> int:
     from support.report import compare, comparison_text  # --help must be fast
 
     if args.status:
-        run = compare.read_strategy_run(args.runs[0])
-        print(describe(run))
-        return EXIT_COMPLETED if run.completed else EXIT_NOT_COMPLETED
+        return print_status(compare.read_folder(args.runs[0]))
     if len(args.runs) == 1:
         comparison = compare.read_comparison(args.runs[0], args.tolerance)
-        if not comparison.rows:
+        if not comparison.runs:
             raise UserError(f"{args.runs[0]} holds no <strategy>/<repeat>/results.json.")
+        report = args.output_dir / f"comparison_results_{comparison.name}"
+        figure = report.with_name(f"{report.name}.png")
     else:
         runs = [compare.read_run(path) for path in args.runs]
-        tolerance = 1e-6 if args.tolerance is None else args.tolerance
-        comparison = compare.compare_runs(runs, tolerance)
+        comparison = compare.compare_runs(runs, args.tolerance)
+        first, last = (
+            run.place.parent if run.of_trainer else run.place for run in (runs[0], runs[-1])
+        )
+        figure = first / f"difference_from_{last.resolve().name}.png"
     text = redact(comparison_text.as_text(comparison, args.wide))
-    if not args.json:
-        print(text, end="", flush=True)
-    has_figure = comparison.reference if comparison.of_strategies else comparison.compared
-    plot = draw(comparison, args) if has_figure else None
-    report = {**comparison_text.as_json(comparison), "plot": plot and str(plot)}
-    data = redact(json.dumps(report, indent=2, ensure_ascii=False)) + "\n"
-    if args.json:
-        print(data, end="")
-    files = [plot] if plot else []
+    data = redact(json.dumps(comparison_text.as_json(comparison), indent=2, ensure_ascii=False))
+    print(data if args.json else text, end="\n" if args.json else "", flush=True)
+    files = {}
     if comparison.of_strategies:
         markdown = comparison_text.as_markdown(comparison)
-        for suffix, content in {".txt": text, ".json": data, ".md": markdown}.items():
-            files.append(args.output_dir / f"comparison_results_{comparison.name}{suffix}")
-            write_file(files[-1], lambda path, content=content: write_text(path, content))
-    if files and not args.json:
-        print("\n".join(f"📁 {file}" for file in files))
+        for suffix, content in {".txt": text, ".json": f"{data}\n", ".md": markdown}.items():
+            files[report.with_name(report.name + suffix)] = partial(write_text, text=content)
+    if comparison.compared or (comparison.of_strategies and comparison.reference):
+        files[args.plot or figure] = partial(write_atomically, write=partial(draw, comparison))
+    for file, write in files.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write(file)
+        except ImportError as error:
+            print(f"⚠️  No figure: {first_line(error)}", file=sys.stderr)
+        except (OSError, ValueError) as error:  # ValueError: an unknown ending of --plot
+            raise UserError(f"{file} cannot be written: {first_line(error)}.") from error
+        else:
+            print(f"📁 {file}", file=sys.stderr if args.json else sys.stdout)
     return comparison.exit_code
+
+
+def draw(comparison, path: Path) -> None:
+    """Draw the figure."""
+    from support.report import plots  # importing matplotlib takes a second
+
+    plots.draw(comparison, path)
+
+
+def print_status(run) -> int:
+    """Print the outcome of one run in one line; return the exit code."""
+    if run.status != "completed":
+        print(f"{run.status}: {run.reason}")
+        return EXIT_NOT_COMPLETED
+    if run.results["simulated_world_size"]:
+        print(f"completed: {human_bytes(run.numbers['memory_bytes'])}")
+    else:
+        losses = [*run.losses().values()]
+        speed = f"{human_rate(run.numbers['samples_per_second'])} samples/s"
+        print(f"completed: {speed}, loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    return EXIT_COMPLETED
 
 
 def parse() -> kinds.Options:
@@ -79,8 +103,9 @@ def parse() -> kinds.Options:
     parser = kinds.Parser.of_script(__doc__)
     add = parser.add_argument
     add("runs", type=kinds.path, metavar="RUN", nargs="+", help="two or more runs, or one folder")
-    tolerance = "largest relative difference of equal losses (default: 1e-6; of strategies, by "
-    add("--tolerance", type=kinds.natural_float, help=f"{tolerance}their precision)")
+    tolerance = "largest relative difference of equal losses (default: 1e-6, with a run of Trainer "
+    tolerance += "1e-4; of strategies, by their precision)"
+    add("--tolerance", type=kinds.natural_float, help=tolerance)
     figure = "the figure (.png, .svg or .pdf; default: difference_from_<last RUN's name>.png)"
     add("--plot", type=kinds.path, metavar="FILE", help=figure)
     files = "where the report on strategies goes (default: here)"
@@ -90,53 +115,11 @@ def parse() -> kinds.Options:
     status = "RUN is a run of compare_strategies.sh: print its status"
     add("--status", action="store_true", help=status)
     args = parser.parse_args()
-    if len(args.runs) > 26:
-        raise UserError("Name at most 26 runs.")
     if len(args.runs) == 1 and not args.runs[0].is_dir():
         raise UserError(f"{args.runs[0]}: no such folder. Name two or more runs, or one folder.")
     return args
 
 
-def describe(run) -> str:
-    """Describe the outcome of one run in one line, for the terminal."""
-    if not run.completed:
-        return f"{run.status}: {run.reason}"
-    if run.results["simulated_world_size"]:
-        return f"completed: {human_bytes(run.numbers['memory_bytes'])} of model states"
-    speed = f"{human_rate(run.numbers['samples_per_second'])} samples/s"
-    return f"completed: {speed}, loss {run.losses[0].loss:.4f} to {run.losses[-1].loss:.4f}"
-
-
-def write_file(path: Path, write) -> None:
-    """Write a file of the report, and its folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except OSError as error:
-        raise UserError(f"{error.filename or path} cannot be written: {error.strerror}.") from error
-
-
-def draw(comparison, args: kinds.Options) -> Path | None:
-    """Draw the figure, and return its path; None without matplotlib or a writable folder."""
-    first, last = (comparison.rows[number].runs for number in (0, -1))
-    if comparison.of_strategies:
-        path = args.output_dir / f"comparison_results_{comparison.name}.png"
-    else:
-        places = [run.place.parent if run.of_trainer else run.place for run in (first[0], last[0])]
-        path = places[0] / f"difference_from_{places[1].resolve().name}.png"
-    path = args.plot or path
-    try:
-        from support.report import plots  # importing matplotlib takes a second
-
-        write_file(path, lambda p: write_atomically(p, lambda file: plots.draw(comparison, file)))
-        return path
-    except (ImportError, UserError, ValueError) as error:  # ValueError: an unknown ending of --plot
-        problem = f"No figure, {path}: {first_line(error)}"
-    if args.plot or comparison.of_strategies:
-        raise UserError(problem)
-    print(f"⚠️  {redact(problem)}", file=sys.stderr)
-    return None
-
-
 if __name__ == "__main__":
+    process.catch_signals()
     process.run_command_line(main)

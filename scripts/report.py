@@ -17,10 +17,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import process
-
-if __name__ == "__main__":
-    process.catch_signals()
-
 from support.cli import argument_types as kinds
 from support.errors import UserError
 from support.files.atomic import write_text
@@ -34,8 +30,6 @@ def main() -> None:
     page = "the page (default: report.html in RUN)"
     parser.add_argument("--out", type=kinds.path, metavar="FILE", help=page)
     args = parser.parse_args()
-    if not args.run.is_dir():
-        raise UserError(f"{args.run}: no such folder.")
     from support.report.page import page_of  # importing matplotlib takes a second
 
     page, target = page_of(args.run), args.out or args.run / "report.html"
@@ -47,4 +41,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    process.catch_signals()
     process.run_command_line(main, printed=False)

@@ -1,10 +1,9 @@
-"""What differs between two runs besides their losses, and what each difference can change."""
+"""What else differs between two runs, and what each difference can change."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from support.cli.flags import COMMANDS, GROUPS
 from support.files.user_files import shown
 
 # Entries of the run signature that have another name here, because a flag has theirs.
@@ -13,67 +12,28 @@ SIGNATURE_NAMES = {
     "blocks": "sequences",
     "validation": "validation digest",
 }
-# Keys of results.json that are compared under their own name, in addition to the flags.
-FACTS = (
-    "strategy model device backend launcher precision seed batch_size gradient_accumulation_steps "
-    "seq_length parameters simulated_world_size code_digest"
-).split()
-
-
-class Effect(NamedTuple):
-    """What a difference between two runs can change."""
-
-    on: str  # "losses"; "rounding": the losses, up to rounding; "evaluations" only; or "nothing"
-    text: str  # the same for the user
-    first_step: int = 1  # the first step whose loss it can change
-
-
-RATE = Effect("losses", "changes the learning rate", 2)
-NOTHING = Effect("nothing", "no effect on losses")
-UNKNOWN = Effect("losses", "effect not known")
-
-# Names in the order in which the causes of a difference are named: the entries of the run signature
-# (support/checkpoints/find.py), then the other flags and facts of a run.
-_NAMES = {
-    Effect("losses", "another model"): """
-        parameters, shapes, lora_r, lora_alpha, lora_targets, load_in_4bit""",
-    Effect("losses", "other initial weights"): """
-        frozen weights, model, model_revision, from_scratch""",
-    Effect("losses", "other tokens"): "tokenizer, template, chat_template",
-    Effect("losses", "other data"): "data digest",
-    Effect("losses", "changes the order of the data"): """
-        seed, sequences, num_samples, validation_split, validation_split_percentage, streaming,
-        shuffle_buffer""",
-    Effect("losses", "other sequences"): "seq_length, packing, isolate_documents",
-    Effect("losses", "drops other elements"): "dropout, lora_dropout",
+RATE, ROUNDING, EVALUATIONS = "the learning rate", "rounding", "evaluations"
+# What a difference can change, and the facts that change it: flags, entries of the run signature,
+# and keys of results.json. Of several causes the first in this table are named first.
+EFFECTS = {
+    "the model": """parameters, shapes, lora_r, lora_alpha, lora_targets, load_in_4bit, model,
+        model_revision, from_scratch, frozen weights""",
+    "the tokens": "tokenizer, template, chat_template, data digest",
+    "the order of the data": """seed, sequences, num_samples, validation_split,
+        validation_split_percentage, streaming, shuffle_buffer""",
+    "the sequences": "seq_length, packing, isolate_documents, global batch",
+    "the dropped elements": "dropout, lora_dropout",
     RATE: "lr, lr_scheduler, warmup_steps, warmup_ratio, epochs, max_steps",
-    Effect("losses", "changes the updates", 2): """
-        optim, adam_beta1, adam_beta2, adam_epsilon, weight_decay, max_grad_norm""",
-    Effect("losses", "other sequences in each step"): "global batch, train_batch_size",
-    Effect("losses", "the file's content is not recorded: compare the files", 2): """
+    "the updates": """optim, adam_beta1, adam_beta2, adam_epsilon, weight_decay, max_grad_norm,
         ds_config, fsdp_config""",
-    Effect("rounding", "same result expected"): """
-        strategy, precision, fused_gelu, compile, deterministic, gradient_checkpointing, backend,
-        gpu, cpu, cores, torch version, deepspeed version, transformers version, numpy version,
-        peft version, cuda version, rocm version""",
-    Effect("rounding", "same result expected (with dropout, other masks)"): """
-        ranks, batch_size, gradient_accumulation_steps, device""",
-    Effect("rounding", "same result expected, unless the computation was changed"): "code_digest",
-    Effect("rounding", "same result expected, on a CPU bit for bit"): "resume, resume_force",
-    Effect("evaluations", "changes evaluations only"): """
-        validation digest, eval, eval_first, eval_only, eval_every, eval_samples, eval_batch_size,
-        eval_split, validation_file, early_stopping_patience, load_best_at_end""",
-    Effect("nothing", "no effect but that on the data, see its digest"): """
-        dataset, dataset_config, dataset_revision, train_split, include, text_column,
-        prompt_column, completion_column, max_bad_rows, python version, datasets version,
-        tokenizers version""",
-    NOTHING: """
-        host, ram_bytes, gpu_memory_bytes, launcher, simulated_world_size, cache_dir, merge_lora,
-        nvme_path, auto_micro_batch""",
+    ROUNDING: """strategy, precision, ranks, batch_size, gradient_accumulation_steps, device,
+        fused_gelu, compile, deterministic, gradient_checkpointing, backend, gpu, cpu, cores,
+        torch version, deepspeed version, transformers version, numpy version, peft version,
+        cuda version, rocm version, code_digest, resume, resume_force""",
+    EVALUATIONS: """validation digest, eval, eval_first, eval_only, eval_every, eval_samples,
+        eval_batch_size, eval_split, validation_file, early_stopping_patience, load_best_at_end""",
 }
-EFFECTS = {name.strip(): effect for effect, names in _NAMES.items() for name in names.split(",")}
-for _group in (COMMANDS, "Run file", "Cluster", "Output", "Debugging"):
-    EFFECTS = dict.fromkeys(GROUPS[_group], NOTHING) | EFFECTS
+EFFECT_OF = {name.strip(): key for key, names in EFFECTS.items() for name in names.split(",")}
 
 
 class Difference(NamedTuple):
@@ -82,11 +42,11 @@ class Difference(NamedTuple):
     name: str
     a: object
     b: object
-    effect: Effect
+    changes: str  # a key of EFFECTS
+    first_step: int  # the first step whose loss it can change
 
     @property
     def values(self) -> list[str]:
-        """Both values, shortened."""
         return ["—" if value is None else shown(value, 16) for value in (self.a, self.b)]
 
     def __str__(self) -> str:
@@ -96,40 +56,46 @@ class Difference(NamedTuple):
 def facts_of(results: dict) -> dict[str, object]:
     """Return what results.json says about a run besides its losses, by the names of EFFECTS."""
     dataset = results.get("dataset") or {}
-    facts = {name: results[name] for name in FACTS if name in results}
-    facts |= {"ranks": results.get("world_size"), "global batch": results.get("global_batch_size")}
-    facts |= {"data digest": dataset.get("sha256"), "sequences": dataset.get("blocks")}
-    facts |= results.get("flags") or {}
+    facts = results | {"ranks": results.get("world_size")}
+    facts |= {"data digest": dataset.get("sha256"), **(results.get("flags") or {})}
     for entries in (results.get("run_signature") or {}).values():
         facts |= {SIGNATURE_NAMES.get(key, key): value for key, value in entries.items()}
     facts |= results.get("hardware") or {}
-    versions = results.get("versions") or {}
-    return facts | {f"{name} version": value for name, value in versions.items()}
+    facts |= {f"{name} version": value for name, value in (results.get("versions") or {}).items()}
+    # What is off or unset is not among the flags that a run recorded.
+    known = {name: facts.get(name) for name in EFFECT_OF}
+    return {name: v for name, v in known.items() if v is not None and v is not False}
 
 
-def differences_of(
-    a: dict[str, object], b: dict[str, object], only_common: bool, first_other_rate: int | None
-) -> list[Difference]:
-    """Return the facts that differ, those first that are most likely to change the losses.
+def differences_of(results: dict, others: dict, rate_step: int) -> list[Difference]:
+    """Return the facts that differ between two runs and can change a loss or an evaluation.
 
     Args:
-        a, b: see `facts_of`.
-        only_common: compare only facts that both runs recorded, because one of them is a run of
-            Trainer or of an earlier version.
-        first_other_rate: the first step with another learning rate; 0 if all compared learning
-            rates are equal, None if they were not compared.
+        results, others: results.json of the runs.
+        rate_step: the first step with another learning rate; 0 if there is none.
     """
+    a, b = facts_of(results), facts_of(others)
+    # A run that failed early recorded no flags or no run signature.
+    complete = all(run.get("flags") and run.get("run_signature") for run in (results, others))
     found = []
-    for name in a.keys() & b.keys() if only_common else a.keys() | b.keys():
-        # What is off or unset is not among the flags that a run recorded.
-        of_a, of_b = (None if facts.get(name) is False else facts.get(name) for facts in (a, b))
-        effect = EFFECTS.get(name, UNKNOWN)
-        if effect is RATE and first_other_rate == 0:
-            effect = Effect("nothing", "the learning rates of the compared steps are equal")
-        elif effect is RATE and first_other_rate:
-            text = f"changes the learning rate, first that of step {first_other_rate:,}"
-            effect = Effect("losses", text, first_other_rate + 1)
-        if of_a != of_b:
-            found.append(Difference(name, of_a, of_b, effect))
-    order = {name: place for place, name in enumerate(EFFECTS)}
-    return sorted(found, key=lambda entry: (order.get(entry.name, len(order)), entry.name))
+    for name in EFFECT_OF if complete else a.keys() & b.keys():
+        changes = EFFECT_OF[name]
+        if a.get(name) != b.get(name) and (rate_step or changes != RATE):
+            # The update of a step changes the loss of the next one.
+            first_step = 1 + {"the updates": 1, RATE: rate_step}.get(changes, 0)
+            found.append(Difference(name, a.get(name), b.get(name), changes, first_step))
+    return found
+
+
+def causes_of(differences: list[Difference], of: str, latest: int) -> list[Difference]:
+    """Return the differences that explain another loss at a step, the most likely first.
+
+    What can change step 1 would have been seen there: so those come first whose effect begins last.
+
+    Args:
+        of: "loss" or "eval_loss".
+        latest: the step.
+    """
+    possible = {EVALUATIONS} if of == "eval_loss" else EFFECTS.keys() - {ROUNDING, EVALUATIONS}
+    found = [d for d in differences if d.changes in possible and d.first_step <= latest]
+    return sorted(found, key=lambda difference: -difference.first_step)

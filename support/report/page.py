@@ -5,6 +5,7 @@ Texts of files are escaped and without secrets, and the page allows no script an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,19 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from support.checkpoints.format import list_checkpoints
+from support.cli.ds_config import lookup
 from support.errors import UserError
 from support.redaction import redact
 from support.report import comparison_text, plots
-from support.report.compare import lookup, read_comparison, read_folder
+from support.report.compare import read_comparison, read_folder
 from support.units import MB, human_bytes, human_rate
 
-# Label, key of results.json, and format of the numbers at the top of a run's page.
+# Key of results.json, and format of the numbers at the top of a run's page.
 FACTS = """
-    model, model, {} | parameters, parameters, {:,} | strategy, strategy, {} | ranks, world_size, {}
-    | device, device, {} | precision, precision, {} | sequences per step, global_batch_size, {}
-    | tokens in a sequence, seq_length, {} | steps, steps, {:,} | tokens, tokens, {:,}
-    | first loss, train_loss_first, {:.4f} | last loss, train_loss_last, {:.4f}
-    | evaluation loss, eval_loss, {:.4f} | perplexity, perplexity, {:,.2f}
-    | tokens per second, tokens_per_second, {:,.0f} | MFU, mfu, {:.1%}
-    | seconds in steps, training_seconds, {:,.1f} | median step (s), step_seconds.median, {:.3f}
+    model {} | parameters {:,} | strategy {} | world_size {} | device {} | precision {}
+    | global_batch_size {} | seq_length {} | steps {:,} | tokens {:,} | train_loss_first {:.4f}
+    | train_loss_last {:.4f} | eval_loss {:.4f} | perplexity {:,.2f} | tokens_per_second {:,.0f}
+    | mfu {:.1%} | training_seconds {:,.1f}
 """
 CURVES = {
     "Loss (nats per token)": {"training": "loss", "evaluation": "eval_loss"},
@@ -35,7 +34,6 @@ CURVES = {
     "Norm of the gradient before clipping": {"": "grad_norm"},
     "Tokens per second": {"": "tokens_per_second"},
 }
-MOST_RANKS = 16  # whose memory is drawn
 
 
 def page_of(folder: Path) -> str:
@@ -53,29 +51,26 @@ def page_of(folder: Path) -> str:
 
 def _clean(value: Any) -> Any:
     """Return a value of a file as text without secrets; charts are left as they are."""
-    if isinstance(value, Markup):
-        return value
-    # JSON may contain halves of surrogate pairs, which have no form in UTF-8.
-    return redact("—" if value is None else str(value)).encode("utf-8", "replace").decode()
+    return value if isinstance(value, Markup) else redact("—" if value is None else str(value))
 
 
-def _svg(chart: plots.Chart, size: tuple[float, float] = (4.6, 2.7)) -> Markup:
-    return Markup(plots.svg_of(chart, size))
+def _svg(draw: Callable[..., object], **values: Any) -> Markup:
+    return Markup(plots.svg_of(partial(draw, **values), (4.6, 3.0)))
 
 
 def _comparison(folder: Path) -> dict[str, Any]:
     """Return the values of the template for a comparison."""
     comparison = read_comparison(folder)
-    if not any(row.runs for row in comparison.rows):
+    if all(run.status == "not run" for run in comparison.runs):
         known = "an output folder with results.json, or a comparison, comparison_runs/NAME"
         raise UserError(f"{folder} holds no run: name {known}.")
-    charts = plots.charts_of(comparison).items()
-    commands = "\n".join(comparison_text.commands_of(comparison))
+    charts = {caption: _svg(chart) for caption, chart in plots.charts_of(comparison).items()}
     sections = {
         "Results": {"tables": comparison_text.tables_of(comparison, wide=True)},
         "Conclusions": {"lines": comparison_text.sentences_of(comparison)},
-        "Charts": {"charts": {caption: _svg(chart, (4.8, 3.6)) for caption, chart in charts}},
-        "Origin": {"lines": comparison_text.provenance(comparison), "text": commands},
+        "Charts": {"charts": charts},
+        "Origin": {"lines": comparison_text.provenance(comparison)},
+        "Commands": {"text": "\n".join(map(comparison_text.command_of, comparison.runs))},
     }
     subtitle = comparison_text.title(comparison)
     return {"title": comparison.name, "subtitle": subtitle, "sections": sections}
@@ -84,74 +79,61 @@ def _comparison(folder: Path) -> dict[str, Any]:
 def _run(folder: Path) -> dict[str, Any]:
     """Return the values of the template for a run; what its files lack is left out."""
     run = read_folder(folder)
-    results, status, problem = run.results, run.results.get("status"), run.results.get("reason")
-    if not results or status == "running":
-        killed = "It has not ended, or it was killed."
-        problem = killed if results else "results.json is missing or damaged."
-    curves = {}
-    for caption, keys in CURVES.items():
-        lines = {
-            label: [(r["step"], r[key]) for r in run.records if r.get(key) is not None]
-            for label, key in keys.items()
-        }
-        if any(lines.values()):
-            curves[caption] = _svg(partial(plots.draw_lines, lines=lines))
+    results, problem = run.results, run.results.get("reason")
+    if not results or results.get("status") == "running":
+        problem = "It has not ended, or it was killed, and results.json may be missing or damaged."
+    facts = [(entry.split()[0], entry.split()[1]) for entry in FACTS.split("|")]
     collectives = [
         [name, human_rate(entry["calls"]), human_bytes(entry["sent_bytes"])]
         for name, entry in (results.get("communication_per_step") or {}).items()
     ]
-    headers = ["collective", "calls", "sent bytes"]
+    curves = _curves(run.records)
     sections: dict[str, dict[str, Any]] = {
-        "Results": {"facts": _facts(results)},
+        "Results": {
+            "facts": {
+                key.replace("_", " "): text.format(results[key])
+                for key, text in facts
+                if results.get(key) is not None
+            }
+        },
         "Curves": {"charts": curves, "lines": [] if curves else ["metrics.jsonl has no step."]},
         "Memory and time of a step": {"charts": _charts_of_step(results)},
-        "Communication": {"tables": [(collectives, headers)] if collectives else []},
+        "Communication": {"tables": [(collectives, ["collective", "calls", "sent bytes"])]},
         "Checkpoints": {"lines": [path.name for path in list_checkpoints(folder / "checkpoints")]},
-        "The trained model": _table(results, "export", "push"),
         "Generated text": {"text": results.get("sample")},
-        "Data": _table(results, "dataset"),
-        "Hardware and versions": _table(results, "hardware", "versions"),
         "Command": {"text": results.get("command")},
-        "Flags": _table(results, "flags"),
     }
-    return {
-        "title": folder.resolve().name,
-        "subtitle": f"{status}, started {results.get('started_at')}",
-        "problem": problem,
-        "sections": {name: part for name, part in sections.items() if any(part.values())},
-    }
+    for key in ("export", "push", "dataset", "hardware", "versions", "flags"):
+        values = (results.get(key) or {}).items()
+        rows = [[name, value] for name, value in values if isinstance(value, str | int | float)]
+        sections[key.capitalize()] = {"tables": [(rows, ["", ""])]}
+    subtitle = f"{results.get('status')}, started {results.get('started_at')}"
+    title = folder.resolve().name
+    return {"title": title, "subtitle": subtitle, "problem": problem, "sections": sections}
 
 
-def _facts(results: dict) -> dict[str, str]:
-    entries = [entry.strip().split(", ") for entry in FACTS.split("|")]
-    values = [(label, lookup(results, key), form) for label, key, form in entries]
-    return {label: form.format(value) for label, value, form in values if value is not None}
+def _curves(records: list[dict]) -> dict[str, Markup]:
+    curves = {}
+    for caption, keys in CURVES.items():
+        lines = {
+            label: [(r["step"], r[key]) for r in records if r.get(key) is not None]
+            for label, key in keys.items()
+        }
+        if drawn := {label: points for label, points in lines.items() if points}:
+            curves[caption] = _svg(plots.draw_lines, lines=drawn)
+    return curves
 
 
 def _charts_of_step(results: dict) -> dict[str, Markup]:
-    charts, memory = {}, results.get("memory") or {}
-    if phases := memory.get("phases_bytes"):
-        kind = "device_peak" if results.get("device") == "cuda" else "host_peak"
-        sizes = [max((size or 0) / MB for size in phase[kind]) for phase in phases.values()]
-        charts["Highest memory up to each phase (MB)"] = _bars([*phases], {"": sizes})
-    ranks = [rank for rank in memory.get("categories_bytes_by_rank") or () if rank][:MOST_RANKS]
-    if ranks:
-        used = [kind for kind in ranks[0] if any(rank[kind] for rank in ranks)]
-        parts = {_clean(kind): [(rank[kind] or 0) / MB for rank in ranks] for kind in used}
+    """Return the charts of the memory of each rank and of the time of each phase."""
+    charts = {}
+    if ranks := list(filter(None, lookup(results, "memory.categories_bytes_by_rank") or [])):
+        kinds = {kind: [(rank[kind] or 0) / MB for rank in ranks] for kind in ranks[0]}
         names = [f"rank {number}" for number in range(len(ranks))]
-        charts["Memory by category at the end of backward (MB)"] = _bars(names, parts)
+        caption = "Memory by category at the end of backward (MB)"
+        charts[caption] = _svg(plots.draw_bars, names=names, bars=kinds)
     if phases := results.get("step_phases_seconds"):
-        milliseconds = [1000 * seconds for seconds in phases.values()]
-        charts["Mean time of each phase of a step (ms)"] = _bars([*phases], {"": milliseconds})
+        bars = {"": [1000 * seconds for seconds in phases.values()]}
+        caption = "Mean time of each phase of a step (ms)"
+        charts[caption] = _svg(plots.draw_bars, names=[*phases], bars=bars)
     return charts
-
-
-def _bars(names: list[str], bars: dict[str, list[float]]) -> Markup:
-    names = [_clean(name.replace("_", " ")) for name in names]
-    return _svg(partial(plots.draw_bars, names=names, bars=bars))
-
-
-def _table(results: dict, *keys: str) -> dict[str, Any]:
-    values = {name: v for key in keys for name, v in (results.get(key) or {}).items()}
-    simple = [[name, v] for name, v in values.items() if isinstance(v, str | int | float)]
-    return {"tables": [(simple, ["", ""])] if simple else []}

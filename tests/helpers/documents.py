@@ -60,35 +60,22 @@ VALUE = re.compile(r"([\w.,+-]*)<!-- value: ([\w.]+)\.(\w+)(?:\[(\w+)\])? -->")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        line: number of its first line, that of the fence.
-        marker: the text of the comment before it; "" without one.
-        lines: the content.
-    """
-
-    line: int
-    marker: str
+    line: int  # number of its fence
+    marker: str  # the text of the comment before it; "" without one
     language: str
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Page:
-    """A document.
+    """A document."""
 
-    Attributes:
-        name: path in the project.
-        lines: all lines.
-        blocks: the fenced blocks.
-        prose: the other lines, by number from 1, without comments.
-    """
-
-    name: str
+    name: str  # path in the project
     lines: list[str]
     blocks: list[Block]
-    prose: dict[int, str]
+    prose: dict[int, str]  # the lines outside of blocks, by number from 1, without comments
 
     def spans(self) -> list[tuple[int, str]]:
         """Return (line number, text) of each inline code; it may continue on the next line."""

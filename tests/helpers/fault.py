@@ -17,13 +17,11 @@
     logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE
     own_means          the mean of each micro-batch of one sequence has the same weight, whatever its tokens
     prove:PYTHON:FAULT --prove starts its runs with this interpreter and this fault ("none": without)
-    witness:FILE       no fault: what DeepSpeed's own communication logger counted goes to FILE
 
 FAULT_SCRIPT names another script than the project's.
 """
 
 import errno
-import json
 import os
 import runpy
 import signal
@@ -51,38 +49,6 @@ def break_steps(action) -> None:
         return micro_batch
 
     data.fill_up = broken
-
-
-def let_deepspeed_witness(file: str) -> None:
-    """Write DeepSpeed's counts of the steps after the second, {operation: {message bytes: calls}},
-    when the run is over.
-    """
-    from support.report import metrics_log as metering
-    from support.report.run import Run
-
-    end_step, complete = metering.MetricsLogger.end_step, Run.complete
-
-    def end(metrics, *args):
-        from deepspeed.comm import comm
-
-        end_step(metrics, *args)
-        if (
-            metrics.meter.step == 2
-        ):  # stage 3 gathers more in its first step, in which it learns the order of the layers
-            comm.comms_logger.comms_dict.clear()
-
-    def write(run):
-        from deepspeed.comm import comm
-
-        counts = {
-            op: {size: found[0] for size, found in sizes.items()}
-            for op, sizes in comm.comms_logger.comms_dict.items()
-        }
-        if run.ctx.is_main:
-            Path(file).write_text(json.dumps(counts))
-        complete(run)
-
-    metering.MetricsLogger.end_step, Run.complete = end, write
 
 
 def let_the_live_model_speak(file: str) -> None:
@@ -232,8 +198,6 @@ def main() -> None:
         tensors.save_file = save
     elif kind == "logits":
         let_the_live_model_speak(":".join(values))
-    elif kind == "witness":
-        let_deepspeed_witness(":".join(values))
     elif kind == "own_means":
         from support.labels import IGNORED
         from support.model import loss

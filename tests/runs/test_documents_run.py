@@ -51,10 +51,8 @@ def shape(line: str) -> str:
 def first_missing(shown: tuple[str, ...], real: str, exact: bool = False) -> str | None:
     """Return the first shown line that the real output lacks, in this order; None if it has all.
 
-    A line of three dots stands for any lines, and three dots within a line for any text.
-
-    Args:
-        exact: compare the lines, and not their shapes.
+    A line of three dots stands for any lines, and three dots within a line for any text. Unless
+    `exact`, the shapes of lines are compared.
     """
     reduced = str.rstrip if exact else shape
     lines = iter(map(reduced, real.splitlines()))
@@ -97,24 +95,6 @@ def check_page(page: Page, run) -> None:
             )
 
 
-def shell(environment: dict, timeout: float = 600):
-    """run(script) for `check_page`, in an empty folder that is a copy of the project."""
-
-    def run(folder: Path, script: str):
-        (folder / ".page.sh").write_text(f"exec 2>&1; {script}")
-        process = start(["bash", ".page.sh"], environment, folder)
-        out, _ = finish(process, timeout)
-        return process.returncode, out
-
-    return run
-
-
-@pytest.fixture
-def project(tmp_path):
-    """A copy of the project's files, without those that git ignores."""
-    return copy_project(tmp_path / "copy")
-
-
 @pytest.fixture
 def programs(preloaded, tmp_path) -> dict:
     """An environment in which python and torchrun are forks of the preloaded interpreter."""
@@ -130,71 +110,15 @@ def programs(preloaded, tmp_path) -> dict:
     return {"PATH": path, "HF_HUB_OFFLINE": "1", **preloaded.for_torchrun()}
 
 
+def shell(script: str, folder: Path, environment: dict) -> tuple[int, str]:
+    """Run a script of bash in a folder; return the exit code and the output."""
+    (folder / ".page.sh").write_text(f"exec 2>&1; {script}")
+    process = start(["bash", ".page.sh"], environment, folder)
+    out, _ = finish(process, 600)
+    return process.returncode, out
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_of_page(page, project, programs):
-    check_page(page, lambda script: shell(programs)(project, script))
-
-
-PAGE = """# A page
-
-It can say hello.
-
-<!-- file: words/hello.txt -->
-```
-hello 17 /tmp/x/y
-```
-
-<!-- runnable -->
-```bash
-NAME=world
-cat words/hello.txt
-```
-
-<!-- runnable -->
-```bash
-echo "$NAME  took 3.5 min"
-echo between
-true  # SECOND
-echo last
-```
-
-<!-- output -->
-```
-world took 12 s
-...
-la… SHOWN
-```
-"""
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"SHOWN": ""}, None),
-        ({"SHOWN": "", "world took 12 s\n": ""}, None),
-        ({"SHOWN": "more"}, "bad.md:25: the commands of line 17 do not print"),
-        ({"SHOWN": "", "echo between": "echo la"}, None),
-        ({"SHOWN": "", "...": "hello 1 /tmp/z"}, "bad.md:25: "),  # of the block before
-        (
-            {"SHOWN": "", "true  # SECOND": "test -e missing"},
-            "bad.md:20: exit code 1: test -e missing",
-        ),
-        (
-            {"SHOWN": "", "cat words": "cat words/missing"},
-            "bad.md:13: exit code 1: cat words/missing",
-        ),
-    ],
-)
-def test_a_wrong_page_is_found(tmp_path, change, message):
-    text = PAGE
-    for old, new in change.items():
-        text = text.replace(old, new)
-
-    def run(script):
-        return shell({}, 20)(tmp_path, script)
-
-    if message is None:
-        check_page(read("good.md", text), run)
-    else:
-        with pytest.raises(AssertionError, match=f"^{re.escape(message)}"):
-            check_page(read("bad.md", text), run)
+def test_commands_of_page(page, tmp_path, programs):
+    project = copy_project(tmp_path / "copy")
+    check_page(page, lambda script: shell(script, project, programs))

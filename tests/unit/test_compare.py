@@ -4,22 +4,15 @@ import json
 import sys
 
 import pytest
-from schema_check import problems_of_metrics, problems_of_results, table
 
 from support.errors import UserError
-from support.report.compare import (
-    SAME_WORK,
-    compare_runs,
-    last_error,
-    read_comparison,
-    read_run,
-    read_strategy_run,
-)
+from support.report.causes import EFFECT_OF
+from support.report.compare import compare_runs, last_error, read_comparison, read_run
 from support.report.comparison_text import as_json, as_markdown, as_text, tables_of
 
 LOSSES = [8.0, 7.5, 7.0, 6.5, 6.0, 5.5]
 STATES = {"parameters": 8 << 20, "gradients": 8 << 20, "optimizer": 16 << 20}
-RANK = {**STATES, "buffers": 0, "other": 1, "activations": None, "logits": None}
+RANK = {**STATES, "buffers": 0, "other": 1}
 RESULTS = {
     **{"status": "completed", "strategy": "dp", "model": "tiny-gpt2", "parameters": 2 << 20},
     **{"trainable_parameters": 2, "world_size": 2, "simulated_world_size": None, "device": "cpu"},
@@ -33,7 +26,6 @@ RESULTS = {
         "categories_bytes_by_rank": [RANK, RANK],
         "device_categories_bytes_by_rank": [RANK, RANK],
         "predicted_bytes": {**STATES, "peak": 40 << 20},
-        "step_bytes_by_rank": [None],
     },
     **{"samples_per_second": 2.0, "tokens_per_second_per_gpu": 16.0, "train_loss_last": 5.5},
     "step_seconds": {"median": 1.0, "p10": 0.9, "p90": 1.2},
@@ -45,19 +37,17 @@ RESULTS = {
 }
 
 
-def step(number, loss, lr=1e-3):
-    return {"step": number, "epoch": 1, "loss": loss, "lr": lr}
-
-
 def steps(losses=LOSSES, first=1, lr=1e-3):
-    return [step(number, loss, lr) for number, loss in enumerate(losses, first)]
+    return [
+        {"step": number, "epoch": 1, "loss": loss, "lr": lr}
+        for number, loss in enumerate(losses, first)
+    ]
 
 
 def save(folder, results, records):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(results))
-    lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder
 
 
@@ -67,9 +57,8 @@ def ours(tmp_path):
 
     def write(name, records, flags=None, soft=None, **results):
         signature = {"hard": {"parameters": 10}, "soft": {"dataset": "a" * 64} | (soft or {})}
-        facts = {"status": "completed", "precision": "fp32", "device": "cpu", "world_size": 1}
-        facts |= {"flags": flags or {"eval": True}, "run_signature": signature}
-        return save(tmp_path / name, facts | results, records)
+        facts = {"flags": flags or {"eval": True}, "run_signature": signature}
+        return save(tmp_path / name, RESULTS | facts | results, records)
 
     return write
 
@@ -83,31 +72,34 @@ def trainers(tmp_path):
         folder.mkdir(parents=True)
         history = [{"step": end, "loss": loss, "epoch": 0.1} for end, loss in losses.items()]
         history.append({"step": 6, "train_loss": 7.0, "train_runtime": 1.0})
-        state = {"global_step": 6, "max_steps": 6, "log_history": history}
-        (folder / "trainer_state.json").write_text(json.dumps(state))
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
         return tmp_path / name
 
     return write
 
 
 def compared(*places, tolerance=1e-6):
-    """The comparison as JSON with the keys of the second run, and its text without line breaks."""
+    """The comparison as JSON with the keys of the last run, and its text without line breaks."""
     comparison = compare_runs([read_run(place) for place in places], tolerance)
     found = json.loads(json.dumps(as_json(comparison), allow_nan=False))
-    return found | found["runs"][1], as_text(comparison, wide=True).replace("\n   ", " ")
+    return found | found["runs"][-1], as_text(comparison, wide=True).replace("\n   ", " ")
 
 
 # ------------------------------------------------------------------------------------------ causes
 
+# Flags that change no loss, or only the data, whose digest is compared.
+NO_EFFECT = """
+    dataset dataset_config dataset_revision train_split include text_column prompt_column
+    completion_column max_bad_rows cache_dir merge_lora nvme_path auto_micro_batch
+""".split()
 
-def test_every_flag_has_an_effect():
-    from support.checkpoints.find import INFORMATIONAL_FLAGS
-    from support.cli.parse import parse_arguments
-    from support.cli.run_file import NOT_SHOWN
-    from support.report.causes import EFFECTS
 
-    flags = {*vars(parse_arguments([])), *INFORMATIONAL_FLAGS} - {*NOT_SHOWN}
-    assert not flags - EFFECTS.keys()
+def test_every_flag_that_can_change_a_loss_is_compared():
+    from support.cli.flags import GROUPS
+
+    groups = ("Model", "Data", "Training", "Strategy")
+    flags = {name for group in groups for name in GROUPS[group]}
+    assert flags - {*NO_EFFECT} <= EFFECT_OF.keys()
 
 
 def test_equal_runs(ours):
@@ -122,20 +114,18 @@ def test_equal_runs(ours):
 def test_a_learning_rate_that_differs_later_is_the_cause(ours):
     """The seed differs, too; but it would have changed the first step."""
     b = [*steps(LOSSES[:3]), *steps([6.5, 6.1, 5.7], first=4, lr=9e-4)]
-    flags = [{"lr_scheduler": "linear", "run_name": "x"}, {"lr_scheduler": "cosine", "seed": 1}]
+    flags = [{"lr_scheduler": "linear", "run_name": "x"}, {"lr_scheduler": "cosine", "seed": 7}]
     found, text = compared(ours("a", steps(), flags[0]), ours("b", b, flags[1]))
     assert found["first_difference"]["last"] == 5 and found["exit_code"] == 1
     assert found["likely_causes"] == ["lr_scheduler", "seed"]
-    changes = {entry["name"]: entry["changes"] for entry in found["differences"]}
-    assert changes == {"lr_scheduler": "losses", "seed": "losses", "run_name": "nothing"}
-    assert "from step 5 on (6.0000 and 6.1000" in text
+    assert [entry["name"] for entry in found["differences"]] == ["seed", "lr_scheduler"]
+    assert "from step 5 (6.0000 and 6.1000" in text
 
 
 def test_equal_learning_rates_are_no_cause(ours):
     b = ours("b", steps([*LOSSES, 5.0, 4.5]), {"max_steps": 8})
-    found, text = compared(ours("a", steps(), {"max_steps": 6}), b)
-    [difference] = found["differences"]
-    assert found["same_model"] and difference["changes"] == "nothing" and "steps 1 to 8" in text
+    found, _ = compared(ours("a", steps(), {"max_steps": 6}), b)
+    assert found["same_model"] and found["differences"] == []
 
 
 def test_other_data_is_the_cause(ours):
@@ -148,7 +138,7 @@ def test_other_data_is_the_cause(ours):
 @pytest.mark.parametrize("size, explained", [(5e-5, True), (1e-2, False)])
 def test_what_explains_rounding_only(ours, size, explained):
     b = ours("b", steps([*LOSSES[:5], 5.5 * (1 + size)]), strategy="zero2")
-    found, text = compared(ours("a", steps(), strategy="dp"), b)
+    found, text = compared(ours("a", steps()), b)
     assert found["first_difference"]["last"] == 6 and not found["likely_causes"]
     assert ("Likely cause: rounding" in text) == explained
     assert ("more than rounding explains" in text) != explained
@@ -165,30 +155,11 @@ def test_evaluations_that_differ(ours):
 # ------------------------------------------------------------------------------------------- files
 
 
-def test_nan(ours):
-    """null in metrics.jsonl; equal only to itself."""
+def test_a_loss_that_is_not_finite_is_equal_only_to_itself(ours):
     a = ours("a", steps([8.0, None, None]))
     assert compared(a, ours("b", steps([8.0, None, None])))[0]["same_model"]
     found, _ = compared(a, ours("c", steps([8.0, None, 7.0])))
     assert found["first_difference"]["last"] == 3
-
-
-def test_broken_lines_are_counted_and_the_rest_is_compared(ours):
-    """The last line of a run that was killed may be incomplete, which is not a fault."""
-    a, b = ours("a", steps()), ours("b", steps([*LOSSES[:5], 9.0]))
-    with open(a / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "loss": 5.')
-    assert "cannot be read" not in compared(a, b)[1]
-    lines = (b / "metrics.jsonl").read_text().splitlines()
-    (b / "metrics.jsonl").write_text("\n".join([*lines[:2], "\0\0", "{", *lines[2:]]) + "\n")
-    found, text = compared(a, b)
-    assert "2 lines of metrics.jsonl cannot be read" in text
-    assert found["exit_code"] == 1 and found["compared_steps"] == 6
-
-
-def test_repeated_steps_of_a_resumed_run(ours):
-    b = ours("b", [*steps([8.0, 7.5, 1.0, 1.0]), *steps(LOSSES[2:], 3)])
-    assert compared(ours("a", steps()), b)[0]["same_model"]
 
 
 def test_runs_without_a_step_in_common(ours):
@@ -203,36 +174,29 @@ def test_runs_without_a_step_in_common(ours):
 
 def test_damaged_or_missing_results(ours):
     a, b = ours("a", steps()), ours("b", steps())
+    with open(b / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 5.')
     (b / "results.json").write_text("{")
     assert compared(a, b)[0]["same_model"]
     (b / "results.json").unlink()
     assert compared(a, b)[0]["same_model"]
 
 
-def test_means_of_trainer(ours, trainers):
-    """Losses over 2 and over 3 steps are compared in the means of the steps up to 6."""
+def test_means_of_trainer_are_compared_with_the_means_of_the_same_steps(ours, trainers):
     means = [sum(LOSSES[start : start + 2]) / 2 for start in (0, 2, 4)]
-    of_two = trainers("two", dict(zip((2, 4, 6), means, strict=True)))
-    of_three = trainers("three", {3: 7.5, 6: 6.0003})
-    a = ours("a", steps())
-    runs = [read_run(place) for place in (a, of_two / "checkpoint-6" / "trainer_state.json")]
-    comparison = compare_runs(runs, 1e-6)
+    folder = trainers("two", dict(zip((2, 4, 6), means, strict=True)))
+    a, file = ours("a", steps()), folder / "checkpoint-6" / "trainer_state.json"
+    comparison = compare_runs([read_run(a), read_run(file)], None)
     assert comparison.same_model
-    spans = [(point.first, point.last) for point in comparison.rows[1].points]
+    spans = [(point.first, point.last) for point in comparison.runs[1].points]
     assert spans == [(1, 2), (3, 4), (5, 6)]
-    found, _ = compared(of_two, of_three)  # their output folders
-    assert found["compared_steps"] == 6
-    # Less the rounding to 4 decimals, which transformers before 5.0 did
-    assert found["largest_difference"]["relative"] == pytest.approx(5e-5 / 6.75, rel=1e-3)
-    other = ours("c", steps([loss + 1e-3 for loss in LOSSES]))
-    found, text = compared(a, of_two, other)  # three at once
-    assert found["departing"] == ["C"] and "B agree" in text
+    found, text = compared(a, folder, ours("c", steps([loss + 1e-3 for loss in LOSSES])))
+    assert found["departing"] == ["C"] and "B agree" in text  # three at once
 
 
 def test_places_without_a_run(tmp_path):
     (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
-    (tmp_path / "empty").mkdir()
-    for place in (tmp_path / "trainer_state.json", tmp_path / "empty", tmp_path / "missing"):
+    for place in (tmp_path / "trainer_state.json", tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError):
             read_run(place)
 
@@ -242,16 +206,16 @@ def test_places_without_a_run(tmp_path):
 
 @pytest.fixture
 def strategies(tmp_path):
-    """strategies(dp={…}, zero2={…}) saves a run of each, with changes of RESULTS, and compares."""
+    """strategies(losses, dp=[{…}], zero2=[{…}]) saves repeats with changes of RESULTS, and
+    compares them.
+    """
 
-    def make(losses=LOSSES, kept=(), **changes):
-        for name, change in changes.items():
-            strategy = "dp" if name == "control" else name
-            folder = tmp_path / name / "1"
-            save(folder, RESULTS | {"strategy": strategy} | change, steps(losses))
-            (folder / "kept.txt").unlink(missing_ok=True)
-            if name in kept:
-                (folder / "kept.txt").write_text("")
+    def make(losses=LOSSES, **repeats):
+        for name, changes in repeats.items():
+            strategy = {"strategy": "dp" if name == "control" else name}
+            for number, change in enumerate(changes, 1):
+                own = change.pop("losses", losses)
+                save(tmp_path / name / str(number), RESULTS | strategy | change, steps(own))
         comparison = read_comparison(tmp_path)
         as_markdown(comparison)
         json.dumps(as_json(comparison), allow_nan=False)
@@ -260,19 +224,22 @@ def strategies(tmp_path):
     return make
 
 
+GPU = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {},
-        {"world_size": 1},
         {"communication_bytes_per_step": None, "communication_per_step": None},
-        {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}},
+        GPU,
         {"memory": RESULTS["memory"] | {"predicted_bytes": None}},
         {"precision": "bf16"},
     ],
+    ids=["plain", "one rank", "gpu", "no plan", "bf16"],
 )
 def test_a_comparison_of_strategies(strategies, change):
-    comparison, text = strategies(dp=change, zero2=change)
+    comparison, text = strategies(dp=[dict(change)], zero2=[dict(change)])
     assert comparison.same_model and comparison.exit_code == 0 and "Fastest: dp" in text
     assert all(len(line) <= 80 for line in as_text(comparison).splitlines())
     assert len(tables_of(comparison, True)[0][1]) > len(tables_of(comparison, False)[0][1])
@@ -281,105 +248,80 @@ def test_a_comparison_of_strategies(strategies, change):
 def test_a_simulation_is_reported(strategies):
     gone = "samples_per_second step_seconds step_phases_seconds train_loss_last"
     change = {"simulated_world_size": 4} | dict.fromkeys(gone.split())
-    comparison, text = strategies([], dp=change)
+    comparison, text = strategies([], dp=[dict(change)], zero2=[dict(change)])
     assert comparison.simulated and comparison.exit_code == 0 and "memory simulation" in text
 
 
 @pytest.mark.parametrize(
     "change, status, reason",
     [
-        ({"seed": 7}, "other_work", "seed is 7"),
-        ({"steps": 9}, "failed", "every step"),
+        ({"losses": []}, "failed", "no step"),
         ({"train_loss_last": None}, "failed", "lacks a number"),
         ({"memory": {}}, "failed", "lacks a number"),
         ({"status": "oom", "reason": "full"}, "oom", "full"),
         ({"error_kind": "missing_requirement", "status": "failed"}, "skipped", ""),
     ],
+    ids=["no losses", "no loss at the end", "no memory", "oom", "skipped"],
 )
 def test_a_run_that_cannot_be_compared_is_left_out(strategies, change, status, reason):
-    comparison, text = strategies(dp={}, zero2=change, fsdp={})
-    row = comparison.rows[1]
-    assert (row.status, comparison.rows[2].status) == (status, "completed")
-    assert reason in row.reason and reason in text and row.numbers["speed"] is None
-    assert read_strategy_run(comparison.rows[0].runs[0].place).completed
+    comparison, text = strategies(dp=[{}], zero2=[dict(change)], fsdp=[{}])
+    assert [run.status for run in comparison.runs] == ["completed", status, "completed"]
+    assert comparison.exit_code == (status != "skipped") and reason in text
 
 
 @pytest.mark.parametrize("speed, comparable", [(2.0, True), (1.75, True), (1.6, False), (4, False)])
 def test_speeds_under_different_load_are_not_ranked(strategies, speed, comparable):
     """The control does the same work as dp."""
-    control = {"samples_per_second": speed}
-    comparison, text = strategies(dp={}, zero2={}, control=control)
+    comparison, text = strategies(dp=[{}], zero2=[{}], control=[{"samples_per_second": speed}])
     assert comparison.speeds_are_comparable == comparable
     assert ("Fastest" in text) == comparable and ("not comparable" in text) != comparable
 
 
-def test_kept_runs_are_marked(strategies):
-    comparison, text = strategies(kept=("dp",), dp={}, zero2={})
-    assert [row[1] for row in tables_of(comparison, False)[0][0]] == ["kept", "completed"]
-    assert "not comparable" in text and as_json(comparison)["strategies"][0]["attempts"][0]["kept"]
-    _, text = strategies(kept=("dp",), dp={}, zero2={}, control={})
-    assert "Fastest" in text
+def test_repeats_give_the_median_and_the_spread(strategies):
+    repeats = [{"samples_per_second": speed} for speed in (1.0, 2.0, 1.5)]
+    comparison, _ = strategies(dp=[{"samples_per_second": 1.0}], zero1=repeats)
+    numbers = comparison.runs[1].numbers
+    assert [numbers[f"samples_per_second{end}"] for end in ("", "_low", "_high")] == [1.5, 1.0, 2.0]
+    assert numbers["speed"] == 1.5
 
 
-def copy_run(tmp_path, name, repeat, losses=LOSSES, **change):
-    strategy = "dp" if name == "control" else name
-    return save(
-        tmp_path / name / str(repeat), RESULTS | {"strategy": strategy} | change, steps(losses)
-    )
-
-
-def test_repeats_give_medians_and_spread(tmp_path):
-    for repeat, speed in enumerate((1.0, 2.0, 1.5), 1):
-        copy_run(tmp_path, "dp", repeat, samples_per_second=1.0)
-        copy_run(tmp_path, "zero1", repeat, samples_per_second=speed)
-    numbers = read_comparison(tmp_path).rows[1].numbers
-    assert [numbers[f"speed{end}"] for end in ("", "_low", "_high")] == [1.5, 1.0, 2.0]
-
-
-def test_repeats_of_the_reference_that_differ(tmp_path):
+def test_repeats_of_the_reference_that_differ(strategies):
     """No strategy is left that could be recommended."""
-    copy_run(tmp_path, "dp", 1)
-    copy_run(tmp_path, "dp", 2, [8.0, 7.0, 6.5, 6.0, 5.5, 5.0], train_loss_last=5.0)
-    comparison = read_comparison(tmp_path)
-    text = as_text(comparison)
+    comparison, text = strategies(dp=[{}, {"losses": [8.0, 7.0, 6.5, 6.0, 5.5, 5.0]}])
     assert comparison.exit_code == 1 and comparison.departing == [comparison.reference]
-    assert "its first run" in text and "Fastest" not in text
+    assert "another repeat" in text and "Fastest" not in text
 
 
-def test_a_repeat_that_fails_shows_and_the_others_count(tmp_path):
+def test_a_repeat_that_fails_shows_and_the_others_count(strategies, tmp_path):
     """Also without results.json."""
-    copy_run(tmp_path, "dp", 1)
-    (tmp_path / "zero1" / "1").mkdir(parents=True)
-    (tmp_path / "zero1" / "1" / "log.txt").write_text("❌ its own reason")
-    copy_run(tmp_path, "zero1", 2)
-    comparison = read_comparison(tmp_path)
-    row, text = comparison.rows[1], as_text(comparison)
-    assert comparison.exit_code == 1 and row.status == "failed" and row.measured
-    assert "1 of 2 repeats completed" in text and "its own reason" in text
+    (tmp_path / "zero1" / "3").mkdir(parents=True)
+    (tmp_path / "zero1" / "3" / "log.txt").write_text("❌ its own reason")
+    comparison, text = strategies(dp=[{}], zero1=[{}, {}])
+    run = comparison.runs[1]
+    assert comparison.exit_code == 1 and run.status == "failed" and run.numbers
+    assert "its own reason" in text
 
 
 @pytest.mark.parametrize("moved, same", [([2], True), ([5, 6], True), (range(3, 13), False)])
-def test_in_bf16_a_difference_counts_that_lasts(tmp_path, moved, same):
+def test_in_bf16_a_difference_counts_that_lasts(strategies, moved, same):
     losses = [8 - 0.1 * number for number in range(12)]
     others = [loss * (1.02 if n in moved else 1) for n, loss in enumerate(losses, 1)]
-    for name, values in (("dp", losses), ("zero1", others)):
-        copy_run(tmp_path, name, 1, values, precision="bf16", steps=12)
-    comparison = read_comparison(tmp_path)
+    bf16 = {"precision": "bf16", "steps": 12}
+    comparison, _ = strategies(losses, dp=[dict(bf16)], zero1=[bf16 | {"losses": others}])
     assert (comparison.same_model, comparison.exit_code) == (same, 0 if same else 1)
 
 
-def test_numbers_of_a_gpu(tmp_path):
-    gpu = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G"}, "precision": "bf16"}
-    for name, peak in (("dp", 8), ("zero2", 5), ("offload", 3)):
-        memory = RESULTS["memory"] | {"peak_bytes": [2**30, peak * 2**30]}
-        copy_run(tmp_path, name, 1, memory=memory, **gpu)
-    comparison = read_comparison(tmp_path)
-    text = as_text(comparison)
-    assert [row.numbers["memory_bytes"] >> 30 for row in comparison.rows] == [8, 5, 3]
-    assert comparison.rows[1].numbers["saved"] == 1 - 5 / 8
-    assert "Least GPU memory: offload, 3.00 GB per rank at its peak" in text
-    assert "Without offloading: zero2, 5.00 GB" in " ".join(text.split())
-    assert "2 GPUs" in text and "On a CPU" not in text
+def test_numbers_of_a_gpu(strategies):
+    peaks = {"dp": 8, "zero2": 5, "offload": 3}
+    memory = {name: [2**30, peak * 2**30] for name, peak in peaks.items()}
+    runs = {
+        name: [GPU | {"memory": RESULTS["memory"] | {"peak_bytes": peak}, "precision": "bf16"}]
+        for name, peak in memory.items()
+    }
+    comparison, text = strategies(**runs)
+    assert [run.numbers["memory_bytes"] >> 30 for run in comparison.runs] == [8, 5, 3]
+    assert comparison.runs[1].numbers["saved"] == 1 - 5 / 8
+    assert "Least GPU memory: offload" in text
 
 
 def test_without_matplotlib_the_text_is_printed(ours, monkeypatch, capsys):
@@ -398,19 +340,3 @@ def test_error_of_a_log():
     log = "starting\n❌ the disk is full [rank 1]\n❌ a rank ended\nlast line\n---"
     assert last_error(log) == "the disk is full [rank 1]"
     assert last_error("a\nb\n--\n") == "b" and last_error("") == ""
-
-
-# ----------------------------------------------------------------------------- keys of docs/OUTPUTS.md
-
-
-def test_what_the_page_does_not_document_is_found():
-    known = table("In every", "Once", "If the run")
-    assert {key.partition(".")[0] for key in SAME_WORK} <= known.keys()
-    record = {"step": 1, "epoch": 1, "loss": 1.0, "lr": 1, "grad_norm": None}
-    record |= {"tokens_per_second": None, "seconds": 0.1}
-    assert [*problems_of_metrics(record)] == []
-    assert len([*problems_of_metrics(record | {"loss": None, "x": 1})]) == 2
-    found = [*problems_of_results({"status": "failed", "hardware": {"cpu": "x"}, "steps": True})]
-    assert "seed is missing" in found and "eval_loss is missing" not in found
-    assert any("hardware" in problem for problem in found)
-    assert "steps is True, not int" in found
