@@ -1,7 +1,8 @@
-"""The output folder of a run with its lock, and the start of its results.json."""
+"""The output folder of a run with its lock, and results.json at the start of the run."""
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import sys
@@ -19,8 +20,7 @@ from support.cluster.context import DistContext
 from support.cluster.devices import cpu_fact
 from support.cluster.tuning import available_cores
 from support.errors import UserError
-from support.files import folders
-from support.files.atomic import lock
+from support.files import atomic, folders
 from support.redaction import redact, redact_value
 from support.versions import code_digest, versions
 
@@ -55,10 +55,7 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
 
 
 def hardware(device: torch.device) -> dict:
-    """Describe this rank's machine: names, the cores it may use, and bytes of memory.
-
-    The GPU keys are None without a GPU.
-    """
+    """Describe this rank's machine; the GPU keys are None without a GPU."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "host": platform.node(),
@@ -68,6 +65,20 @@ def hardware(device: torch.device) -> dict:
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": gpu.total_memory if gpu else None,
     }
+
+
+def write_results(path: Path, facts: dict) -> None:
+    """Write results.json; NaN and infinity, which JSON does not have, as null."""
+    atomic.write_text(path, json.dumps(atomic.only_finite(facts), indent=2) + "\n")
+
+
+def read_results(path: Path) -> dict | None:
+    """Return the results.json of an earlier run; None if there is none or it is damaged."""
+    try:
+        results = atomic.read_json(path)
+        return results if isinstance(results["status"], str) else None
+    except (FileNotFoundError, ValueError, TypeError, LookupError):
+        return None
 
 
 def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
@@ -84,7 +95,12 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
         while not args.output_dir and Path(name).exists():  # two runs started in the same second
             name += "x"
         folders.create("--output_dir", Path(name))
-        ctx.lock = lock_folder(Path(name))
+        try:
+            ctx.lock = atomic.lock(Path(name) / ".lock")
+        except BlockingIOError:
+            raise UserError(
+                f"--output_dir {name} is in use by another run: wait, or name another folder."
+            ) from None
         may_hold_a_run = args.overwrite or args.resume is not None
         if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
             raise UserError(
@@ -93,11 +109,11 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
             )
     folder = Path(ctx.broadcast_from_rank0(name))
     if ctx.nodes > 1 and not (args.no_save and args.no_export):
-        check_all_see(folder, ctx, args)
+        check_all_see(folder, ctx)
     return folder
 
 
-def check_all_see(folder: Path, ctx: DistContext, args: Arguments) -> None:
+def check_all_see(folder: Path, ctx: DistContext) -> None:
     """Check that every rank sees the output folder, because each writes its part of a checkpoint.
 
     All ranks call it at the start, so that the run does not fail hours later at its first save.
@@ -107,22 +123,7 @@ def check_all_see(folder: Path, ctx: DistContext, args: Arguments) -> None:
         time.sleep(0.1)
     hosts = ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
     if hosts_without_folder := sorted({*hosts} - {""}):
-        missing = [f"--{flag}" for flag in ("no_save", "no_export") if not getattr(args, flag)]
         raise UserError(
             f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
-            f"with rank 0: name one that all nodes see, or add {' '.join(missing)}."
+            "with rank 0: name one that all nodes see, or add --no_save --no_export."
         )
-
-
-def lock_folder(folder: Path):
-    """Lock an output folder against other runs until this process ends.
-
-    Returns:
-        The open file that holds the lock; None on a file system without locks.
-    """
-    try:
-        return lock(folder / ".lock")
-    except BlockingIOError:
-        raise UserError(
-            f"--output_dir {folder} is in use by another run: wait for it, or name another folder."
-        ) from None

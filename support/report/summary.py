@@ -19,92 +19,62 @@ from support.memory import fit
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
-from support.report.metrics_log import MetricsLogger
-from support.report.peak_flops import flops_per_token, peak_flops
+from support.report.step_meter import StepMeter
 from support.text_tables import text_table
-from support.train_state import TrainState
-from support.units import GB, human_bytes, perplexity_of
+from support.units import GB, human_bytes
 
-# Keys that are null where nothing was trained (--eval_only) or evaluated.
+# Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """
     seconds_to_first_step communication_bytes_per_step communication_per_step step_seconds
     step_phases_seconds samples_per_second tokens_per_second tokens_per_second_per_gpu mfu
 """.split()
 
 
-def progress(counters: dict) -> dict:
-    """Return the counters of a run under the keys of results.json."""
-    return {
-        "steps": counters["step"],
-        "samples": counters["samples"],
-        "tokens": counters["tokens"],
-        "training_seconds": counters["training_seconds"],
-        "train_loss_first": counters["first_loss"],
-        "train_loss_last": counters["last_loss"],
-    }
-
-
-def summarize(
+def measured(
     args: Arguments,
     ctx: DistContext,
     spec: ModelSpec,
-    metrics: MetricsLogger,
-    state: TrainState,
-    eval_loss: float | None,
+    meter: StepMeter,
+    work: list[tuple[int, int]],
 ) -> dict:
-    """Return the measured part of results.json; all ranks call it together.
+    """Return the speed, communication and memory of a run; all ranks call it together.
 
     Throughput and times are means over the ranks, memory is listed by rank.
 
+    Args:
+        work: sequences and tokens of each step, over all ranks.
     Raises:
         TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """
-    metrics.flush()
-    best = state.best or {"loss": None, "step": None}
-    return {
-        **dict.fromkeys(KEYS_OF_TRAINING),
-        **progress(state.counters()),
-        "eval_loss": eval_loss,
-        "perplexity": None if eval_loss is None else perplexity_of(eval_loss),
-        "best_eval_loss": best["loss"],
-        "best_step": best["step"],
-        "stopped_early": state.patience if state.stopped_early else None,
-        **_speed(args, ctx, spec, metrics),
-        **_communication(ctx, metrics),
-        "memory": _memory(args, ctx, spec, metrics),
-    }
-
-
-def _speed(args: Arguments, ctx: DistContext, spec: ModelSpec, metrics: MetricsLogger) -> dict:
-    speed = _mean_over_ranks(ctx.all_gather(metrics.speed()))
-    if metrics.meter.first_step_at:
-        process_started = psutil.Process().create_time()
-        speed["seconds_to_first_step"] = metrics.meter.first_step_at - process_started
-    if speed.get("tokens_per_second"):
-        per_rank = speed["tokens_per_second_per_gpu"] = speed["tokens_per_second"] / ctx.world_size
-        if peak := peak_flops(ctx.device, ctx.precision):
-            config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
-            shape = config.num_hidden_layers, config.hidden_size, args.seq_length
-            speed["mfu"] = per_rank * flops_per_token(*matmul, *shape) / peak
-    return speed
-
-
-def _communication(ctx: DistContext, metrics: MetricsLogger) -> dict:
-    meter = metrics.meter
+    found = dict.fromkeys(KEYS_OF_TRAINING) | _mean(ctx.all_gather(meter.speed(work)))
+    if meter.first_step_at:
+        found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
+    if found["tokens_per_second"]:
+        per_gpu = found["tokens_per_second_per_gpu"] = found["tokens_per_second"] / ctx.world_size
+        on_gpu = ctx.device.type == "cuda"
+        found["mfu"] = _share_of_peak(per_gpu, args, ctx, spec) if on_gpu else None
     traffic = meter.traffic.per_step(meter.warmup_steps)
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
-    if meter.step == meter.first_step:
-        return {}
-    return {
-        "communication_bytes_per_step": statistics.mean(sent),
-        "communication_per_step": traffic,
-    }
+    if meter.step > meter.first_step:
+        found["communication_bytes_per_step"] = statistics.mean(sent)
+        found["communication_per_step"] = traffic
+    return found | {"memory": _memory(args, ctx, spec, meter)}
 
 
-def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, metrics: MetricsLogger) -> dict:
-    meter, on_nvme = metrics.meter, nvme_folder(args.ds_config_dict)
+def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSpec) -> float | None:
+    """Return the MFU of a rate in tokens per second per GPU; None if the peak is not known."""
+    from support.report.peak_flops import flops_per_token, peak_flops
+
+    config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
+    shape = config.num_hidden_layers, config.hidden_size, args.seq_length
+    peak = peak_flops(ctx.device, ctx.precision)
+    return rate * flops_per_token(*matmul, *shape) / peak if peak else None
+
+
+def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
+    on_nvme = nvme_folder(args.ds_config_dict)
     of_this_rank = memory.of_this_rank(
-        meter.memory_by_phase, meter.step_memory, on_nvme, ctx.launch.is_node_leader
+        meter.memory, meter.step_memory, on_nvme, ctx.launch.is_node_leader
     )
     found = memory.over_ranks(ctx.all_gather(of_this_rank))
     found["predicted_bytes"] = fit.predicted_bytes(args, ctx, spec)
@@ -119,11 +89,11 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, metrics: Metrics
     return found
 
 
-def _mean_over_ranks(values: list[dict]) -> dict:
+def _mean(values: list[dict]) -> dict:
     """Return the mean of each number over the ranks, also inside nested dicts."""
     columns = {key: [value[key] for value in values] for key in values[0]}
     return {
-        key: _mean_over_ranks(column) if isinstance(column[0], dict) else statistics.mean(column)
+        key: _mean(column) if isinstance(column[0], dict) else statistics.mean(column)
         for key, column in columns.items()
     }
 
@@ -157,9 +127,9 @@ def say_files(ctx: DistContext, results: Path) -> None:
 
 def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
     """Print the results at the end of a run, from the content of results.json."""
-    print0, memory, on_gpu = ctx.console.print0, facts["memory"], ctx.device.type == "cuda"
+    print0, used, on_gpu = ctx.console.print0, facts["memory"], ctx.device.type == "cuda"
     if args.profile_memory or ctx.simulated:
-        for line in memory_profile(memory, on_gpu):
+        for line in memory_profile(used, on_gpu):
             print0(line)
     if ctx.simulated:
         print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
@@ -167,7 +137,7 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
     print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
     names = {"allocated": "allocated", "reserved": "reserved", "peak": "peak"}
     names = names if on_gpu else {"allocated": "resident", "peak": "peak"}
-    sizes = [f"{max(memory[f'{k}_bytes']) / GB:.2f} GB {name}" for k, name in names.items()]
+    sizes = [f"{max(used[f'{key}_bytes']) / GB:.2f} GB {name}" for key, name in names.items()]
     print0(f"{'GPU' if on_gpu else 'Process'} Memory: {' | '.join(sizes)}")
     if facts["samples_per_second"]:
         mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
@@ -180,52 +150,29 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
         )
 
 
-def memory_profile(memory: dict, on_gpu: bool) -> Iterator[str]:
-    """Yield the lines of --profile_memory: ranks, phases, kinds of state, host and NVMe.
-
-    They show the rank with the most, and in brackets the one with the least if it differs.
-    """
-    on_device = ["device_allocated", "device_reserved", "device_peak"] if on_gpu else []
-    for rank in range(len(memory["peak_bytes"])):
+def memory_profile(used: dict, on_gpu: bool) -> Iterator[str]:
+    """Yield the lines of --profile_memory; the tables show the rank with the most."""
+    for rank in range(len(used["peak_bytes"])):
         yield f"{'GPU' if on_gpu else 'Process'} {rank} Memory:"
         for name in ("Allocated", "Reserved", "Peak"):
-            yield f"  {name}: {_most([memory[f'{name.lower()}_bytes'][rank]])}"
-    kinds = [*on_device, "host_resident"]
-    phases = memory["phases_bytes"].items()
+            yield f"  {name}: {_most([used[f'{name.lower()}_bytes'][rank]])}"
+    kinds = ["device_allocated", "device_peak", "host_resident"][0 if on_gpu else 2 :]
+    phases = used["phases_bytes"].items()
     rows = [[phase, *(_most(values[kind]) for kind in kinds)] for phase, values in phases]
     yield "\n" + text_table(rows, ["memory after", *kinds])
-    by_rank = memory["step_bytes_by_rank"]
-    rows = [
-        [phase, *(_most([rank[phase][key] for rank in by_rank]) for key in ("live", "peak"))]
-        for phase in by_rank[0] or ()
-    ]
-    yield "\n" + text_table(rows, ("live tensors of the last step", "at its end", "at its peak"))
-    places = (memory["categories_bytes_by_rank"], memory["device_categories_bytes_by_rank"])
+    places = (used["categories_bytes_by_rank"], used["device_categories_bytes_by_rank"])
     rows = [
         [kind, *(_most([rank[kind] for rank in place]) for place in places)]
-        for kind in places[0][0] or ()
+        for kind in used["categories_bytes"] or ()
     ]
-    yield "\n" + text_table(rows, ("live tensors by kind", "all", "on the device"))
-    host, pinned = _most(memory["host_peak_bytes"]), _most(memory["pinned_bytes"])
+    yield "\n" + text_table(rows, ["live tensors by kind", "all", "on the device"])
+    host, pinned = _most(used["host_peak_bytes"]), _most(used["pinned_bytes"])
     yield f"\nHost: {host} at its peak, {pinned} pinned"
-    if memory["nvme_bytes"]:
-        written = human_bytes(memory["nvme_written_bytes_per_step"])
-        stored = human_bytes(memory["nvme_bytes"])
-        yield f"NVMe: {stored} held, {written} written in a step, by all ranks"
-    if memory["device_used"][0]:
-        used, unseen = (
-            _most([r[key] for r in memory["device_used"]]) for key in ("used", "unseen")
-        )
-        yield (
-            f"The device itself: {used} in use, of it {unseen} that PyTorch does not see "
-            "(CUDA context, libraries, NCCL, other processes)"
-        )
+    if used["nvme_bytes"]:
+        written = human_bytes(used["nvme_written_bytes_per_step"])
+        yield f"NVMe: {human_bytes(used['nvme_bytes'])} stored, {written} written in a step"
 
 
 def _most(values: list[int | None]) -> str:
-    """Format the most bytes and, if they differ, the least: "1.25 GB" or "1.25 GB (1.10 GB)"."""
     known = [value for value in values if value is not None]
-    if not known:
-        return "—"
-    most, least = human_bytes(max(known)), human_bytes(min(known))
-    return most if most == least else f"{most} ({least})"
+    return human_bytes(max(known)) if known else "—"

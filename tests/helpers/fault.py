@@ -59,32 +59,29 @@ def let_deepspeed_witness(file: str) -> None:
     """Write DeepSpeed's counts of the steps after the second, {operation: {message bytes: calls}},
     when the run is over.
     """
-    from support.report import metrics_log as metering
     from support.report.run import Run
 
-    end_step, complete = metering.MetricsLogger.end_step, Run.complete
+    log_step, finish = Run.log_step, Run.finish
 
-    def end(metrics, *args):
+    def log(run, *args):
         from deepspeed.comm import comm
 
-        end_step(metrics, *args)
-        if (
-            metrics.meter.step == 2
-        ):  # stage 3 gathers more in its first step, in which it learns the order of the layers
+        log_step(run, *args)
+        if run.meter.step == 2:  # stage 3 gathers more in its first step: it learns the layers
             comm.comms_logger.comms_dict.clear()
 
-    def write(run):
+    def write(run, *args):
         from deepspeed.comm import comm
 
+        finish(run, *args)
         counts = {
             op: {size: found[0] for size, found in sizes.items()}
             for op, sizes in comm.comms_logger.comms_dict.items()
         }
         if run.ctx.is_main:
             Path(file).write_text(json.dumps(counts))
-        complete(run)
 
-    metering.MetricsLogger.end_step, Run.complete = end, write
+    Run.log_step, Run.finish = log, write
 
 
 def let_the_live_model_speak(file: str) -> None:
