@@ -57,19 +57,6 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def overwrite(path: Path, text: str) -> None:
-    """Replace a file's content in place, not atomically: works on most disks that are full.
-
-    Raises:
-        OSError: the text needs more disk blocks than are free; the file is unchanged.
-    """
-    data = text.encode()
-    with open(path, "rb+") as file:
-        os.posix_fallocate(file.fileno(), 0, len(data))
-        file.write(data)
-        file.truncate()
-
-
 def sync(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+from support.files.atomic import write_atomically
 from support.report.metrics_file import read_metrics
 
 
@@ -31,6 +33,5 @@ def draw_losses(metrics: Path) -> None:
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), "o-", color="#D55E00", label="evaluation")
     axes.legend(frameon=False)
-    partial = metrics.with_name(".partial-loss.png")
-    figure.savefig(partial, dpi=100)
-    partial.replace(metrics.with_name("loss.png"))
+    save = partial(figure.savefig, format="png", dpi=100)
+    write_atomically(metrics.with_name("loss.png"), save)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -402,8 +403,11 @@ class Run:
         )
         summary.say_results(ctx, self.facts, args)
         self._export(args, manager, state, casting)
-        self._close(self.facts.get("sample"))
-        summary.say_files(ctx, self.path)
+        self._close()
+        ctx.console.print0(f"📁 {self.path}")
+        if not ctx.simulated:
+            page = f"python scripts/report.py {shlex.quote(str(self.folder))}"
+            ctx.console.print0(f"📊 A page with its curves: {page}")
 
     def finish_completed_run(
         self, args: Arguments, manager: CheckpointManager, state: TrainState, casting
@@ -441,11 +445,11 @@ class Run:
         self.facts["status"] = "completed"
         self._write()
 
-    def _close(self, sample: str | None = None) -> None:
+    def _close(self) -> None:
         """Finish the files of other tools."""
         self._bar.close()
         if self.trackers:
-            self.trackers.close(self.state.step, sample)
+            self.trackers.close()
         if self.ctx.is_main:
             self.file.append()  # what did not fit on a full disk before
         self._draw_losses()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,37 +47,27 @@ def create_meter(
     return StepMeter(memory, step_memory, ctx.hang.traffic, state.step, measured_step)
 
 
+@dataclass
 class StepMeter:
     """Time, memory and traffic of each optimizer step of this rank.
 
     A step starts at the end of the previous update and ends at the end of its own update. On a GPU
     the meter records CUDA events and reads them only in `read`: reading a clock after a kernel
     launch would time the launch, and waiting for the kernels would slow training down.
-
-    Args:
-        memory: records the phases of the first step.
-        step_memory: measures the step with the number `measured_step`.
-        first_step: number of steps before those of this process.
-
-    Attributes:
-        steps: seconds by phase (see PHASES) of each step that has been read.
-        first_step_at: end of the first step, in seconds since 1970; None until it was read.
     """
 
-    def __init__(
-        self,
-        memory: MemoryByPhase,
-        step_memory: StepMemory,
-        traffic: Traffic,
-        first_step: int,
-        measured_step: int,
-    ):
-        self.memory, self.step_memory, self.traffic = memory, step_memory, traffic
-        self.first_step, self.measured_step = first_step, measured_step
-        self.step = first_step  # steps that have ended
-        self.steps: list[dict[str, float]] = []
-        self.first_step_at: float | None = None
-        self._cuda = memory.device.type == "cuda"
+    memory: MemoryByPhase  # of the phases of the first step
+    step_memory: StepMemory  # of the step with the number `measured_step`
+    traffic: Traffic
+    first_step: int  # steps before those of this process
+    measured_step: int
+    # Seconds by phase (see PHASES) of each step that has been read.
+    steps: list[dict[str, float]] = field(default_factory=list)
+    first_step_at: float | None = None  # end of the first step, in seconds since 1970
+
+    def __post_init__(self) -> None:
+        self.step = self.first_step  # steps that have ended
+        self._cuda = self.memory.device.type == "cuda"
         self._marks: list[tuple[str | None, Any]] = []  # phase, and a CUDA event or seconds
         self._now = dict.fromkeys(PHASES, 0.0)  # seconds of the step that has not ended
         self._last: Any = None  # the last mark that was read

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-import shlex
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
@@ -14,11 +11,9 @@ import torch
 from support.cli.arguments import Arguments
 from support.cli.ds_config import nvme_folder
 from support.cluster.context import DistContext
-from support.errors import TrainingError
 from support.memory import fit
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
-from support.optimizers import OPTIMIZERS
 from support.report.step_meter import StepMeter
 from support.text_tables import text_table
 from support.units import GB, human_bytes
@@ -37,16 +32,12 @@ def measured(
     meter: StepMeter,
     work: list[tuple[int, int]],
 ) -> dict:
-    """Return the speed, communication and memory of a run; all ranks call it together.
-
-    Throughput and times are means over the ranks, memory is listed by rank.
+    """Return the speed of this rank, and the communication and memory of all ranks.
 
     Args:
         work: sequences and tokens of each step, over all ranks.
-    Raises:
-        TrainingError: a memory simulation updated no weights, so Adam's states were not measured.
     """
-    found = dict.fromkeys(KEYS_OF_TRAINING) | _mean(ctx.all_gather(meter.speed(work)))
+    found = dict.fromkeys(KEYS_OF_TRAINING) | meter.speed(work)
     if meter.first_step_at:
         found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
     if found["tokens_per_second"]:
@@ -72,30 +63,11 @@ def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSp
 
 
 def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
-    on_nvme = nvme_folder(args.ds_config_dict)
     of_this_rank = memory.of_this_rank(
-        meter.memory, meter.step_memory, on_nvme, ctx.launch.is_node_leader
+        meter.memory, meter.step_memory, nvme_folder(args.ds_config_dict), ctx.launch.is_node_leader
     )
     found = memory.over_ranks(ctx.all_gather(of_this_rank))
-    found["predicted_bytes"] = fit.predicted_bytes(args, ctx, spec)
-    # With --eval_only no step is measured, so the placement is not known.
-    on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[args.optim].state_bytes and not on_disk
-    if ctx.simulated and has_states and not found["moments_bytes"]:
-        raise TrainingError(
-            "The simulated steps updated no weights, so Adam's states are missing in the measured "
-            "memory."
-        )
-    return found
-
-
-def _mean(values: list[dict]) -> dict:
-    """Return the mean of each number over the ranks, also inside nested dicts."""
-    columns = {key: [value[key] for value in values] for key in values[0]}
-    return {
-        key: _mean(column) if isinstance(column[0], dict) else statistics.mean(column)
-        for key, column in columns.items()
-    }
+    return found | {"predicted_bytes": fit.predicted_bytes(args, ctx, spec)}
 
 
 # ----------------------------------------------------------------------------------- printed lines
@@ -112,17 +84,6 @@ def say_setup(ctx: DistContext) -> None:
             f"World Size: {ctx.world_size}\n"
             f"Backend: {ctx.backend}\nGPU: {gpu}\n========================="
         )
-
-
-def say_files(ctx: DistContext, results: Path) -> None:
-    """Print the path of results.json, and the command that makes a page of it.
-
-    With several nodes the host's name is added, because the path may exist on that host only.
-    """
-    ctx.console.print0(f"📁 {results}" + (f" on {platform.node()}" if ctx.nodes > 1 else ""))
-    if not ctx.simulated:
-        folder = shlex.quote(str(results.parent))
-        ctx.console.print0(f"📊 A page with its curves: python scripts/report.py {folder}")
 
 
 def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:

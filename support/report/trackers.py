@@ -33,8 +33,7 @@ class Tracker(NamedTuple):
 
     name: str
     errors: tuple[type[Exception], ...]  # a full disk, a lost connection
-    curves: Callable[[int, dict[str, float]], object]  # logs one point of each curve at a step
-    text: Callable[[int, str, str], object]  # logs a text under a name at a step
+    log: Callable[[int, dict[str, float]], object]  # logs one point of each curve at a step
     close: Callable[[], object]
 
 
@@ -48,14 +47,11 @@ def tensorboard(folder: Path, step: int, arguments: dict, ctx: DistContext) -> T
     table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
     writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
 
-    def curves(step: int, values: dict[str, float]) -> None:
+    def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    def text(step: int, name: str, text: str) -> None:
-        writer.add_text(name, text, step)
-
-    return Tracker("tensorboard", (OSError,), curves, text, writer.close)
+    return Tracker("tensorboard", (OSError,), log, writer.close)
 
 
 def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
@@ -91,10 +87,7 @@ def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
             "Log in with `wandb login`, or set WANDB_MODE=offline."
         ) from error
 
-    def text(step: int, name: str, text: str) -> None:
-        run.summary[name] = text
-
-    return Tracker("wandb", errors, lambda step, v: run.log(v, step=step), text, run.finish)
+    return Tracker("wandb", errors, lambda step, values: run.log(values, step=step), run.finish)
 
 
 def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -> Trackers:
@@ -129,10 +122,8 @@ class Trackers:
     def log(self, record: dict) -> None:
         """Log the curves of one record of metrics.jsonl."""
         values = {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
-        self._call("curves", record["step"], values)
+        self._call("log", record["step"], values)
 
-    def close(self, step: int, sample: str | None) -> None:
-        """Close all trackers, after the text that --generate produced."""
-        if sample:
-            self._call("text", step, "sample", sample)
+    def close(self) -> None:
+        """Close all trackers."""
         self._call("close")
