@@ -8,7 +8,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,13 @@ from support.memory.fit import ways_to_fit
 from support.memory.measure import MemoryByPhase
 from support.model import export
 from support.model.resolve import ModelSpec
-from support.report import summary
+from support.report import results
 from support.report.metrics_file import MetricsFile
-from support.report.results import facts_at_start, new_output_dir, read_results, write_results
 from support.report.step_meter import StepMeter, create_meter
 from support.strategies import gradients
 from support.strategies.requirements import check_requirements
 from support.train_state import TrainingObjects, TrainState
 from support.units import GB, human_count, perplexity_of
-
-if TYPE_CHECKING:
-    from support.data.chat import Prompt
-    from support.report.trackers import Trackers
 
 
 class Run:
@@ -46,32 +41,25 @@ class Run:
     results.json is written at the start with the status "running", and again at the end. With
     --resume an earlier run's file is kept until this run has loaded its checkpoint. The numbers of
     a step stay on the device until a line is logged.
-
-    Attributes:
-        facts: the content of results.json.
-        before: the earlier run's results.json, on every rank.
-        kept: whether the file is still the earlier run's.
-        target: where the model is exported to.
-        memory: after each phase of the run.
     """
 
-    target: export.Target
-    memory: MemoryByPhase
+    target: export.Target  # where the model is exported to
+    memory: MemoryByPhase  # after each phase of the run
     # From `start_training` on.
     args: Arguments
     state: TrainState
     manager: CheckpointManager
     meter: StepMeter  # measures the steps: time, memory, traffic
     file: MetricsFile
-    trackers: Trackers | None = None  # of --report_to, on rank 0
+    trackers: Any = None  # of --report_to, on rank 0
     trace: torch.profiler.profile | None = None  # of --profile
     _write_snapshot: Callable[[], str] | None = None  # of --memory_snapshot
 
     def __init__(self, ctx: DistContext, folder: Path, facts: dict):
-        self.ctx, self.folder, self.facts = ctx, folder, facts
-        self.path = folder / "results.json"
-        self.before: dict | None = None
-        self.kept = False
+        self.ctx, self.folder = ctx, folder
+        self.path, self.facts = folder / "results.json", facts
+        self.before: dict | None = None  # the earlier run's results.json, on every rank
+        self.kept = False  # whether the file is still the earlier run's
         self._pending: list[dict] = []  # steps whose numbers are still on the device
         self._work: list[tuple[int, int]] = []  # sequences and tokens of each step of this process
         self._samples = 0  # value of state.samples at the last logged step
@@ -85,10 +73,10 @@ class Run:
     @classmethod
     def open(cls, args: Arguments, ctx: DistContext) -> Run:
         """Create and lock the output folder, write results.json, start to record memory."""
-        summary.say_setup(ctx)
-        run = cls(ctx, new_output_dir(args, ctx), facts_at_start(args, ctx))
+        results.say_setup(ctx)
+        run = cls(ctx, results.new_output_dir(args, ctx), results.facts_at_start(args, ctx))
         if ctx.is_main:
-            run.before = read_results(run.path)
+            run.before = results.read_results(run.path)
             run.kept = args.resume is not None and run.before is not None
             if not run.kept:
                 # Before the other ranks continue: if one fails, the file must be this run's.
@@ -204,7 +192,7 @@ class Run:
 
     def _write(self) -> None:
         if self.ctx.is_main:
-            write_results(self.path, self.facts)
+            results.write_results(self.path, self.facts)
 
     def fail(self, error: UserError) -> bool:
         """Write why the run failed, unless the file already says how it ended; for any rank.
@@ -214,12 +202,12 @@ class Run:
         """
         if self.kept:
             return True
-        recorded = read_results(self.path) or {}
+        recorded = results.read_results(self.path) or {}
         is_this_run = recorded.get("started_at") == self.facts["started_at"]
         if is_this_run and recorded["status"] != "running":
             return recorded["status"] in ("completed", "preempted")
         self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
-        write_results(self.path, self.facts)
+        results.write_results(self.path, self.facts)
         return True
 
     # ----------------------------------------------------------------------------- during training
@@ -399,9 +387,9 @@ class Run:
             best_eval_loss=best["loss"],
             best_step=best["step"],
             stopped_early=state.patience if state.stopped_early else None,
-            **summary.measured(args, ctx, manager.spec, self.meter, self._work),
+            **results.measured(args, ctx, manager.spec, self.meter, self._work),
         )
-        summary.say_results(ctx, self.facts, args)
+        results.say_results(ctx, self.facts, args)
         self._export(args, manager, state, casting)
         self._close()
         ctx.console.print0(f"📁 {self.path}")
@@ -475,7 +463,7 @@ class Run:
             self.ctx.console.warn(str(explain(error)))
 
 
-def prompt_for(args: Arguments, spec: ModelSpec, dataset: dict) -> Prompt:
+def prompt_for(args: Arguments, spec: ModelSpec, dataset: dict) -> Any:
     """Return the prompt of --generate: in the chat template if conversations were trained.
 
     Base models have a chat template, too, so an evaluation only is the other case that uses it.
