@@ -32,7 +32,7 @@ from support.report.step_meter import StepMeter, create_meter
 from support.strategies import gradients
 from support.strategies.requirements import check_requirements
 from support.train_state import TrainingObjects, TrainState
-from support.units import GB, human_count, perplexity_of
+from support.units import human_count, perplexity_of
 
 
 class Run:
@@ -147,9 +147,9 @@ class Run:
         self.meter = create_meter(args, ctx, objects, spec, self.memory, state)
         self.file = MetricsFile(self.folder / "metrics.jsonl", ctx.console)
         if args.report_to and ctx.is_main:
-            from support.report.trackers import start_trackers
+            from support.report.trackers import Trackers
 
-            self.trackers = start_trackers(args, ctx, self.folder, state.step)
+            self.trackers = Trackers(args, ctx, self.folder, state.step)
         if args.profile:
             from support.report.profiling import start_trace
 
@@ -254,9 +254,6 @@ class Run:
             self.flush()
         if is_logged or self.ctx.simulated:
             self._print_step(batch, lr)
-        if is_logged and self.trackers:
-            allocated = self.memory.device_bytes()["allocated"] or 0
-            self.trackers.log({"step": state.step, "memory_gb": allocated / GB})
         if self._losses and self._rate:
             text = f"loss {self._losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s"
             self._bar.set_postfix_str(text, refresh=False)  # appears with the next refresh

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.console import Console
 from support.errors import UserError, explain, first_line
 from support.files.atomic import write_text
 from support.redaction import redact_value
@@ -24,15 +23,12 @@ CURVES = {
     "eval/loss": "eval_loss",
     "train/tokens_per_second": "tokens_per_second",
     "eval/perplexity": "perplexity",
-    "memory_gb/rank0": "memory_gb",  # of the device
 }
 
 
 class Tracker(NamedTuple):
     """A program that shows curves."""
 
-    name: str
-    errors: tuple[type[Exception], ...]  # a full disk, a lost connection
     log: Callable[[int, dict[str, float]], object]  # logs one point of each curve at a step
     close: Callable[[], object]
 
@@ -51,7 +47,7 @@ def tensorboard(folder: Path, step: int, arguments: dict, ctx: DistContext) -> T
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker("tensorboard", (OSError,), log, writer.close)
+    return Tracker(log, writer.close)
 
 
 def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
@@ -65,11 +61,9 @@ def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
     import wandb
 
     stored = folder / "wandb-run.txt"
-    identifier = (
-        stored.read_text().split()[0] if step and stored.is_file() else uuid.uuid4().hex[:8]
-    )
+    resumed = step and stored.is_file()
+    identifier = stored.read_text().split()[0] if resumed else uuid.uuid4().hex[:8]
     write_text(stored, f"{identifier}\n")
-    errors = (Exception,)  # not all of wandb's are of one class
     try:
         run = wandb.init(
             id=identifier,
@@ -81,49 +75,46 @@ def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
             config=arguments,
             settings=wandb.Settings(silent=True, console="off", login_timeout=30),
         )
-    except errors as error:
+    except Exception as error:  # not all of wandb's are of one class
         raise UserError(
             f"--report_to wandb: {first_line(error).rstrip('.')}. "
             "Log in with `wandb login`, or set WANDB_MODE=offline."
         ) from error
-
-    return Tracker("wandb", errors, lambda step, values: run.log(values, step=step), run.finish)
-
-
-def start_trackers(args: Arguments, ctx: DistContext, folder: Path, step: int) -> Trackers:
-    """Start the trackers that --report_to names, for a run from a step on (rank 0)."""
-    values = {**vars(args), "tags": ", ".join(args.tags)}
-    shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
-    arguments = {name: redact_value(value) for name, value in shown.items()}
-    trackers = []
-    if "tensorboard" in args.report_to:
-        events = Path(args.logging_dir or folder / "tensorboard")
-        trackers.append(tensorboard(events, step, arguments, ctx))
-    if "wandb" in args.report_to:
-        trackers.append(wandb(folder, step, arguments, args))
-    return Trackers(trackers, ctx.console)
+    return Tracker(lambda step, values: run.log(values, step=step), run.finish)
 
 
 class Trackers:
-    """All trackers of a run. One that fails is dropped with a warning, and training continues."""
+    """The trackers that --report_to names, for a run from a step on (rank 0).
 
-    def __init__(self, trackers: list[Tracker], console: Console):
-        self._trackers, self._console = trackers, console
+    One that fails is dropped with a notice, and training continues.
+    """
 
-    def _call(self, method: str, *values) -> None:
-        for tracker in list(self._trackers):
-            try:
-                getattr(tracker, method)(*values)
-            except tracker.errors as error:
-                self._trackers.remove(tracker)
-                failed = f"--report_to {tracker.name} failed, and is not used any more"
-                self._console.warn(f"{failed}: {explain(error)}")
+    def __init__(self, args: Arguments, ctx: DistContext, folder: Path, step: int):
+        values = {**vars(args), "tags": ", ".join(args.tags)}
+        shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
+        arguments = {name: redact_value(value) for name, value in shown.items()}
+        self.started: dict[str, Tracker] = {}
+        self._console = ctx.console
+        if "tensorboard" in args.report_to:
+            events = Path(args.logging_dir or folder / "tensorboard")
+            self.started["tensorboard"] = tensorboard(events, step, arguments, ctx)
+        if "wandb" in args.report_to:
+            self.started["wandb"] = wandb(folder, step, arguments, args)
 
     def log(self, record: dict) -> None:
         """Log the curves of one record of metrics.jsonl."""
         values = {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
-        self._call("log", record["step"], values)
+        self._each(lambda tracker: tracker.log(record["step"], values))
 
     def close(self) -> None:
         """Close all trackers."""
-        self._call("close")
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], object]) -> None:
+        for name, tracker in list(self.started.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # a full disk, a lost connection
+                del self.started[name]
+                failed = f"--report_to {name} failed, and is not used any more"
+                self._console.warn(f"{failed}: {explain(error)}")
