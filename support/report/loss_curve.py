@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def draw_losses(metrics: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: a file cannot be read or written.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
     from matplotlib.figure import Figure
 
     records, _ = read_metrics(metrics)
