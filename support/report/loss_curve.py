@@ -19,9 +19,6 @@ def draw_losses(metrics: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: a file cannot be read or written.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
-    from matplotlib.figure import Figure
-
     records, _ = read_metrics(metrics)
     trained, evaluated = (
         [(record["step"], record[key]) for record in records if record.get(key) is not None]
@@ -29,6 +26,9 @@ def draw_losses(metrics: Path) -> None:
     )
     if len(trained) < 2:
         return
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.plot(*zip(*trained, strict=True), color="#56B4E9", linewidth=1, label="training")

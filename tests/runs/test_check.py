@@ -2,6 +2,7 @@
 it.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -150,13 +151,25 @@ def test_quiet(script):
 @pytest.mark.slow
 def test_live_bar_on_a_terminal(tmp_path):
     """In a pseudo-terminal of 80 columns; test_output.py has the lines of a file."""
-    work = f"--max_steps 30 --seq_length 64 --save_every 20 --no_export --output_dir {tmp_path}"
-    command = f"stty cols 80; exec {sys.executable} {SCRIPT} {work}"
-    done = subprocess.run(["script", "-qec", command, "/dev/null"], capture_output=True)
-    text = re.sub(r"\x1b\[[A-Z0-9]*", "", done.stdout.decode())
+    import pty
+    import struct
+    import termios
+    from fcntl import ioctl
+
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    work = "--max_steps 30 --seq_length 64 --save_every 20 --no_export --output_dir".split()
+    command = [sys.executable, SCRIPT, *work, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side has gone
+        while part := os.read(ours, 65536):
+            shown += part
+    text = re.sub(r"\x1b\[[A-Z0-9]*", "", shown.decode())
     pieces = [piece.strip("\n") for piece in re.split(r"\r\n|\r|\n", text)]
     bars = [piece for piece in pieces if re.match(r"Epoch 1 \d+/30 \|", piece)]
-    assert done.returncode == 0 and max(map(len, bars)) <= 80
+    assert process.wait() == 0 and max(map(len, bars)) <= 80
     assert any("loss" in bar and "tok/s" in bar for bar in bars)
     assert "Epoch 1 | Batch 29/30 | Loss" in text
 
