@@ -98,17 +98,17 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     model = load_model(args, ctx, spec)
     run.model_loaded(args, spec, dataset, train_data)
     objects = wrap(model, train_data, args, ctx)
-    run.model_wrapped()
+    run.memory.note("wrapped")
 
     manager = CheckpointManager(args, ctx, run.folder, objects, spec, dataset)
     counters = manager.resume(checkpoint)  # loads weights and states; the counters, or zeros
     state = data.train_state(counters, train_data, args, ctx.world_size)
-    if run.was_complete_before(args, state):  # --resume of a completed run
+    if run.was_complete and state.finished:  # --resume of a completed run
         run.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
         return objects.model
     run.start_training(args, objects, manager, state)
     eval_loss = train_and_evaluate(objects, (train_data, validation), state, run, args, ctx)
-    run.finish(args, state, eval_loss, autocast(objects.model, ctx))
+    run.finish(eval_loss, autocast(objects.model, ctx))
     return objects.model
 
 
@@ -136,12 +136,12 @@ def train_and_evaluate(
     eval_loss = None
     while True:
         if due and validation.num_sequences:
-            run.metrics.start_evaluation()
+            run.start_evaluation()
             eval_loss = evaluate(objects.model, validation, args, ctx)
             if eval_loss is None:  # a rank received a stop signal
-                run.preempt(state)  # saves a checkpoint and raises Preempted
+                run.preempt()  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
-            run.metrics.log_evaluation(eval_loss)
+            run.log_evaluation(eval_loss)
             run.manager.after_evaluation(state)
         elif due:
             ctx.console.warn(f"{data.NOTHING_TO_EVALUATE}.")
@@ -163,13 +163,13 @@ def train_epoch_ddp(
     """Train the rest of an epoch in plain PyTorch (dp, fsdp), or until an evaluation is due."""
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
-    run.metrics.start_epoch()  # metrics only measures: mark(name) ends a phase of the step
+    run.start_epoch()
     for step_batch in batches:  # this rank's share of each global batch
         lr = learning_rate(state.step, state.total_steps, args)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
-        run.metrics.mark("data")
+        run.meter.mark("data")  # the meter only measures: mark(name) ends a phase of the step
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
@@ -178,15 +178,15 @@ def train_epoch_ddp(
                 with autocast(model, ctx):
                     # The sum of the micro-batch's token losses, divided by valid_tokens.
                     loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
-                run.metrics.mark("forward")
+                run.meter.mark("forward")
                 # DDP and FSDP average the gradients over the ranks. valid_tokens counts the tokens
                 # of all ranks, so the factor world_size turns the average into the sum.
                 scaler.scale(loss * ctx.world_size).backward()
-                run.metrics.mark("backward")
+                run.meter.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
-        run.metrics.after_backward()
+        run.meter.after_backward()
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
         grad_norm = gradients.gradient_norm(model)  # over all shards; in fp64 on a CPU
         if args.max_grad_norm:
@@ -196,10 +196,10 @@ def train_epoch_ddp(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        run.metrics.mark("update")
+        run.meter.mark("update")
 
         state.advance()
-        run.metrics.end_step(step_loss, lr, grad_norm, all_tokens)  # its line of metrics.jsonl
+        run.log_step(step_loss, lr, grad_norm, all_tokens)  # its line of metrics.jsonl
         if save_or_stop(state, stop_requests, run, args):
             break
 
@@ -215,14 +215,14 @@ def train_epoch_deepspeed(
     """Train the rest of an epoch with DeepSpeed, or until an evaluation is due."""
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
-    run.metrics.start_epoch()
+    run.start_epoch()
     for step_batch in batches:
         if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
             set_learning_rate(optimizer, learning_rate(state.step, state.total_steps, args))
         lr = optimizer.param_groups[0]["lr"]
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
-        run.metrics.mark("data")
+        run.meter.mark("data")
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
             is_last = micro_step + 1 == len(step_batch.batches)
@@ -231,22 +231,22 @@ def train_epoch_deepspeed(
             # because the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
-            run.metrics.mark("forward")
+            run.meter.mark("forward")
             # world_size as in train_epoch_ddp. valid_tokens covers all micro-batches, so the engine
             # must not divide by their number (scale_wrt_gas).
             engine.backward(loss * ctx.world_size, scale_wrt_gas=False)
-            run.metrics.mark("backward")
+            run.meter.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)
-        run.metrics.after_backward()
+        run.meter.after_backward()
         gradients.check_finite(objects, step_loss, None, ctx)  # step() computes the norm itself
         engine.step()  # clips, updates this rank's part of the weights, all-gathers, clears G
         grad_norm = engine.get_global_grad_norm()
-        run.metrics.mark("update")
+        run.meter.mark("update")
 
         state.advance()
-        run.metrics.end_step(step_loss, lr, grad_norm, all_tokens)
+        run.log_step(step_loss, lr, grad_norm, all_tokens)
         if save_or_stop(state, stop_requests, run, args):
             break
 
@@ -375,9 +375,9 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     """
     every_steps = args.save_every and state.step % args.save_every == 0
     if every_steps or (args.save_epochs and state.at_end_of_epoch):
-        run.manager.save(state)
+        run.save()
     if run.manager.stop_requested(stop_requests):  # on a GPU, those of the previous step
-        run.preempt(state)  # saves a checkpoint and raises Preempted
+        run.preempt()  # saves a checkpoint and raises Preempted
     return state.evaluation_is_due or state.finished
 
 

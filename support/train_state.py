@@ -21,13 +21,12 @@ NEW_RUN = {
 class TrainingObjects:
     """The objects of a run whose state a checkpoint contains."""
 
-    # As wrapped by the strategy; for DeepSpeed the engine and its optimizer.
-    model: nn.Module
+    model: nn.Module  # as wrapped by the strategy: for DeepSpeed the engine
     optimizer: Any
     scaler: torch.amp.GradScaler
     stream: Any  # the training sequences of --streaming, whose position is saved; else None
-    # bool scalar, true after the first non-finite loss or gradient norm: from then on every update
-    # is skipped, and the run ends when the loss is next logged.
+    # bool scalar, true after the first non-finite loss or gradient norm: then every update is
+    # skipped, and the run ends when the loss is next logged.
     found_inf: torch.Tensor
 
 
@@ -35,29 +34,25 @@ class TrainingObjects:
 class TrainState:
     """How far training has come, from the start of the run and across resumes.
 
-    MetricsLogger copies tokens, losses and times from the device only where it logs a line. So
-    `tokens`, `training_seconds` and the losses are up to date after `MetricsLogger.flush`.
+    `tokens`, `training_seconds` and the losses are up to date after `Run.flush`, which copies them
+    from the device.
     """
 
-    # Optimizer steps of the whole run, unless early stopping ends it; 0 with --eval_only.
-    total_steps: int
-    num_sequences: int  # sequences in an epoch
-    # Sequences in a step over all ranks; the last step of an epoch may have fewer.
-    global_batch: int = 1
-    evaluates: bool = True  # whether to evaluate at all
+    total_steps: int  # optimizer steps, unless early stopping ends the run; 0 with --eval_only
+    num_sequences: int  # in an epoch
+    global_batch: int = 1  # sequences in a step over all ranks; the last of an epoch may have fewer
+    evaluates: bool = True
     eval_every: int | None = None  # evaluate after so many steps; None: after each epoch
-    # Evaluations without improvement that end the run; None: no early stopping.
-    patience: int | None = None
+    patience: int | None = None  # evaluations without improvement that end the run; None: no limit
     step: int = 0  # optimizer steps done
     samples: int = 0  # sequences of these steps, over all ranks
     tokens: int = 0  # tokens of these steps, over all ranks
     # {"loss", "step", "waited": evaluations since} of the best evaluation; None before the first.
     best: dict | None = None
     training_seconds: float = 0.0  # time of these steps
-    # Losses of the first and the last of these steps.
-    first_loss: float | None = None
+    first_loss: float | None = None  # of these steps
     last_loss: float | None = None
-    stopped_early: bool = False  # whether early stopping has ended the run
+    stopped_early: bool = False
     first_step: int = 0  # value of `step` when this process started
 
     def counters(self) -> dict:
@@ -71,7 +66,7 @@ class TrainState:
 
     @property
     def position(self) -> int:
-        """Sequences of this epoch that were trained on; above 0 after resuming within an epoch."""
+        """Sequences of this epoch that were trained on."""
         return self.samples % self.num_sequences
 
     @property
@@ -91,22 +86,10 @@ class TrainState:
         on_schedule = self.step % every == 0 if every else self.at_end_of_epoch
         return self.evaluates and (self.finished or on_schedule)
 
-    @property
-    def next_samples(self) -> int:
-        """Sequences of the next step, over all ranks."""
-        return min(self.global_batch, self.num_sequences - self.position)
-
     def advance(self) -> None:
         """Count one optimizer step."""
-        self.samples += self.next_samples
+        self.samples += min(self.global_batch, self.num_sequences - self.position)
         self.step += 1
-
-    def add_measurement(self, loss: float, tokens: int, seconds: float) -> None:
-        """Add what was measured of a step that `advance` has counted."""
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.last_loss = loss
-        self.tokens += tokens
-        self.training_seconds += seconds
 
     def add_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and decide on early stopping."""
@@ -114,9 +97,7 @@ class TrainState:
             return
         if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
             self.best = {"loss": loss, "step": self.step, "waited": 0}
-        elif self.best and self.best["step"] != self.step:
-            # A resumed run may repeat the evaluation of its checkpoint, which must not count again.
+        elif self.best and self.best["step"] != self.step:  # a resumed run may repeat that one
             self.best = {**self.best, "waited": self.best["waited"] + 1}
         patience_is_over = self.patience and self.best and self.best["waited"] >= self.patience
-        if patience_is_over and self.step < self.total_steps:
-            self.stopped_early = True
+        self.stopped_early = bool(patience_is_over) and self.step < self.total_steps

@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +59,6 @@ class CheckpointManager:
     objects: TrainingObjects
     spec: Any  # the ModelSpec
     dataset: InitVar[dict]  # the dataset's entry in results.json
-    # Entered for each save: completes the counters before it, excludes it from the step times.
-    around_save: Callable[[], AbstractContextManager] = nullcontext
     seconds: list[float] = field(default_factory=list)  # how long training waited for each save
     best_is_loaded: bool = False  # whether `load_best` left the best weights in the model
     _saved_at: int | None = None
@@ -227,12 +223,11 @@ class CheckpointManager:
         if state.step == self._saved_at:
             return
         started, final = time.monotonic(), files.step_folder(self.folder, state.step)
-        with self.around_save():
-            with self.ctx.console.bar("Saving a checkpoint", unit=""):
-                self._write(final, self._manifest(state.counters()))
-            self._saved_at = state.step
-            self.seconds.append(time.monotonic() - started)
-            self.ctx.console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
+        with self.ctx.console.bar("Saving a checkpoint", unit=""):
+            self._write(final, self._manifest(state.counters()))
+        self._saved_at = state.step
+        self.seconds.append(time.monotonic() - started)
+        self.ctx.console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
 
     def _manifest(self, counters: dict) -> dict:
         """Return the manifest without the entries about files and pieces."""

@@ -11,13 +11,9 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable
 from mmap import mmap
 from pathlib import Path
 from statistics import median
@@ -25,11 +21,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
-from support import PROJECT
 from support.cli import paths
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cli.ds_config import configured_strategy
@@ -41,24 +33,24 @@ from support.memory import architectures, fit
 from support.memory.estimate import predict
 from support.redaction import redact
 from support.strategies import ops
-from support.strategy import STRATEGIES
+from support.strategies.requirements import check_requirements
 from support.units import GB, MB
+from support.versions import versions
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
-MARKS = {OK: "✅", WARNING: "⚠️ ", PROBLEM: "❌"}
-IMPORTED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "deepspeed")
+OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
+IMPORTED = ("transformers", "datasets", "tokenizers", "safetensors")
 
 
 class Line(NamedTuple):
-    """Result of one check."""
+    """Result of one check, and what to do if it is not OK."""
 
     status: str
-    name: str  # what was checked
+    name: str
     text: str
-    remedy: str = ""  # what to do if the status is not OK
+    remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{MARKS[self.status]} {self.name:13} {self.text}"
+        text = f"{self.status} {self.name:13} {self.text}"
         return f"{text}: {self.remedy}" if self.remedy else text
 
 
@@ -75,17 +67,18 @@ def check(args: Arguments, ctx: DistContext) -> int:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
     parts = (_software, _gpu, _ops, _nvme, _disk, _limits, _memory, _hub)
-    own_lines = [line for part in parts for line in part(args, ctx)]
+    own_lines = [line for part in parts if (line := part(args, ctx))]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
-    communication = _communication(ctx)
+    communication = [_communication(ctx), _rendezvous(ctx)]
     others = _problems_of(ctx.all_gather((socket.gethostname(), own_lines)))
-    _print((communication, *others, *_cluster(ctx)), ctx)
-    lines = ctx.broadcast_from_rank0((*own_lines, communication, *others))
+    _print([*communication, *others], ctx)
+    lines = ctx.broadcast_from_rank0([*own_lines, *communication, *others])
     problems = sum(line.status == PROBLEM for line in lines)
-    verdict = f"{_count(problems, 'problem')} to solve first" if problems else "it can run"
-    ranks = _count(ctx.world_size, "GPU" if ctx.device.type == "cuda" else "CPU rank")
-    mark = MARKS[PROBLEM if problems else OK]
+    verdict = f"{problems} to solve first" if problems else "it can run"
+    ranks = f"{ctx.world_size} {'GPU' if ctx.device.type == 'cuda' else 'CPU rank'}"
+    ranks += "s" * (ctx.world_size > 1)
+    mark = PROBLEM if problems else OK
     _print([f"{mark} --strategy {args.strategy} on {ranks}: {verdict}"], ctx)
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
@@ -95,127 +88,77 @@ def _print(lines: Iterable[Line | str], ctx: DistContext) -> None:
         ctx.console.print(str(line))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
     """Return the results of other ranks that are not ok, once per host."""
-    seen = {(ranks[0][0], line) for line in ranks[0][1]}
-    selected = []
-    for rank, (host, lines) in enumerate(ranks):
-        for line in lines:
-            if line.status != OK and (host, line) not in seen:
-                seen.add((host, line))
-                selected.append(line._replace(text=f"{host}, rank {rank}: {line.text}"))
-    return selected
+    found = {
+        (host, line): rank  # the lowest rank of the host
+        for rank, (host, lines) in reversed(list(enumerate(ranks)))
+        for line in lines
+        if line.status != OK
+    }
+    return [
+        line._replace(text=f"{host}, rank {rank}: {line.text}")
+        for (host, line), rank in found.items()
+        if rank > 0
+    ]
 
 
 # ------------------------------------------------------------------------------------- this machine
 
 
-def _software(args: Arguments, ctx: DistContext) -> Iterator[Line]:
-    supported = _releases("requirements/core.txt") | _releases("requirements/deepspeed.txt")
-    listed, problems = [sys.version.split()[0]], []
-    for name in IMPORTED:
-        try:
-            release = version(name)
-        except PackageNotFoundError:
-            if name != "deepspeed" or args.ds_config_dict:
-                problems.append(f"No module named {name}, which {args.strategy} needs")
-            continue
-        listed.append(f"{name} {release}")
-        # Containers have builds such as 2.7.0a0+79aa17489c.
-        if not supported[name].contains(Version(release).base_version):
-            problems.append(f"this project needs {name}{supported[name]}")
-    text = ", ".join([*listed, *problems])
-    yield _line(not problems, "Python", text, "pip install -r requirements.txt", PROBLEM)
+def _software(args: Arguments, ctx: DistContext) -> Line:
+    needed = [*IMPORTED, *(["deepspeed"] if args.ds_config_dict else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    text = ", ".join(f"{name} {number}" for name, number in versions().items())[len("python ") :]
+    text += f"; No module named {', '.join(missing)}" if missing else ""
+    return _line(not missing, "Python", text, "pip install -r requirements.txt", PROBLEM)
 
 
-def _releases(file: str) -> dict[str, SpecifierSet]:
-    """Read which releases of each package a file of requirements allows on this Python."""
-    lines = (PROJECT / file).read_text().splitlines()
-    packages = [Requirement(line) for line in lines if line[:1].isalpha()]
-    return {p.name: p.specifier for p in packages if p.marker is None or p.marker.evaluate()}
-
-
-def _gpu(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _gpu(args: Arguments, ctx: DistContext) -> Line | None:
     if ctx.device.type != "cuda":
         text = f"none found; training in {ctx.precision} on {available_cores()} CPU cores"
         built = f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
         remedy = f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES"
-        yield _line(not has_nvidia_gpu(), "GPU", text, remedy)
-        return
+        return _line(not has_nvidia_gpu(), "GPU", text, remedy)
     gpu = torch.cuda.get_device_properties(ctx.device)
     free, total = torch.cuda.mem_get_info(ctx.device)
-    rocm = torch.version.hip
-    platform = f"ROCm {rocm}" if rocm else f"CUDA {torch.version.cuda}"
-    drivers = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    built = torch.version.cuda or f"ROCm {torch.version.hip}"
     text = (
         f"{gpu.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
-        f"compute capability {gpu.major}.{gpu.minor}, torch for {platform}, "
-        f"driver {drivers.partition(chr(10))[0] or 'unknown'}, {ctx.precision}"
+        f"compute capability {gpu.major}.{gpu.minor}, CUDA {built}, {ctx.precision}"
     )
     remedy = "another process uses a part of it (nvidia-smi shows which)"
-    yield _line(free >= 0.8 * total, "GPU", text, remedy)
+    return _line(free >= 0.8 * total, "GPU", text, remedy)
 
 
-def _run(*command: str) -> str:
-    """Return what a command prints, or "" if it fails or does not exist."""
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return ended.stdout.strip()
-
-
-def _ops(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _ops(args: Arguments, ctx: DistContext) -> Line | None:
     """Check DeepSpeed's ops, and what compiles those that are missing."""
-    compiler = os.environ.get("CXX", "c++")
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    tools = {
-        "a C++ compiler (apt install build-essential, module load gcc)": shutil.which(compiler),
-        "ninja (pip install ninja)": shutil.which("ninja"),
-        "Python's headers (apt install python3-dev)": headers.exists(),
-    }
-    own = configured_strategy(args)
-    release = _run(compiler, "--version").partition("\n")[0]
-    lacking = ", ".join(name for name, is_found in tools.items() if not is_found)
-    status = PROBLEM if args.ds_config_dict and ops.missing_ops(own) else WARNING
-    text = f"missing: {lacking}" if lacking else f"{release}; ninja and Python's headers found"
-    yield _line(not lacking, "compiler", text, "DeepSpeed's ops need it", status)
-    if importlib.util.find_spec("deepspeed") is None:
-        return
-    missing = {name: ops.missing_ops(STRATEGIES[name]) for name in ("offload", "infinity")}
-    states = [
-        f"{name} will compile {', '.join(names)}" if names else f"{name} ready"
-        for name, names in missing.items()
-    ]
+    strategy = configured_strategy(args)
+    if not ops.needed_ops(strategy):
+        return None
     try:
-        if "async_io" in missing["infinity"]:
-            ops.check_libaio()
-        yield Line(OK, "DeepSpeed ops", "; ".join(states))
+        check_requirements(args)
     except UserError as error:
-        status = PROBLEM if own.uses_nvme else WARNING
-        yield Line(status, "DeepSpeed ops", f"{states[0]}; infinity cannot run", str(error))
+        return Line(PROBLEM, "DeepSpeed ops", str(error))
+    missing = ", ".join(ops.missing_ops(strategy))
+    return Line(OK, "DeepSpeed ops", f"the first run compiles {missing}" if missing else "ready")
 
 
-def _nvme(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _nvme(args: Arguments, ctx: DistContext) -> Line | None:
     if not (configured_strategy(args).uses_nvme and ctx.launch.is_node_leader):
-        return  # only one rank per node: several would share the bandwidth
+        return None  # only one rank per node: several would share the bandwidth
     folder = args.nvme_path or tempfile.gettempdir()
     try:
         written, read = _disk_speed(folder)
     except OSError as error:
         remedy = "name a local disk with --nvme_path; NFS and tmpfs often cannot do direct I/O"
-        yield Line(PROBLEM, "NVMe", f"{folder}: {error.strerror} (direct I/O)", remedy)
-        return
+        return Line(PROBLEM, "NVMe", f"{folder}: {error.strerror} (direct I/O)", remedy)
     text = (
         f"{folder}: {shutil.disk_usage(folder).free / GB:.1f} GB free, "
         f"writes {written / GB:.2f} and reads {read / GB:.2f} GB/s (direct I/O)"
     )
     remedy = "slow for infinity: name a local NVMe disk with --nvme_path"
-    yield _line(min(written, read) >= 0.5 * GB, "NVMe", text, remedy)
+    return _line(min(written, read) >= 0.5 * GB, "NVMe", text, remedy)
 
 
 def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
@@ -227,86 +170,72 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     piece = mmap(-1, 4 * MB)  # direct I/O needs aligned memory, and mmap aligns to pages
     piece.write(os.urandom(MB) * 4)
     speeds = []
+
+    def direct(path: str, flags: int) -> int:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0))
+
     with tempfile.TemporaryDirectory(prefix="distributed_training_", dir=folder) as test_folder:
-        for flags, move in ((os.O_CREAT | os.O_WRONLY, os.writev), (os.O_RDONLY, os.readv)):
-            file = os.open(Path(test_folder) / "probe", flags | getattr(os, "O_DIRECT", 0))
-            try:
+        for mode, move in (("wb", "write"), ("rb", "readinto")):
+            with open(f"{test_folder}/probe", mode, buffering=0, opener=direct) as file:
                 start = time.perf_counter()
-                moved = sum(move(file, [piece]) for _ in range(size // len(piece)))
-                os.fsync(file)
+                moved = sum(getattr(file, move)(piece) for _ in range(size // len(piece)))
+                os.fsync(file.fileno())
                 speeds.append(moved / (time.perf_counter() - start))
-            finally:
-                os.close(file)
     return speeds[0], speeds[1]
 
 
-def _disk(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _disk(args: Arguments, ctx: DistContext) -> Line | None:
     """Check the free space for results, checkpoints and tokens."""
-    free = {}
-    output, cache = Path(args.output_dir or "runs"), cache_folder(args.cache_dir)
-    for name, folder in (("output", output), ("cache", cache)):
-        existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
-        free[f"{name} {folder}"] = shutil.disk_usage(existing).free
     try:
         paths.check_export_folder(args)
     except UserError as error:
-        yield Line(PROBLEM, "output", str(error))
-    text, least = (
-        "; ".join(f"{n} {f / GB:.1f} GB free" for n, f in free.items()),
-        min(free.values()),
-    )
+        return Line(PROBLEM, "output", str(error))
+    folders, free = (Path(args.output_dir or "runs"), cache_folder(args.cache_dir)), []
+    for folder in folders:
+        existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
+        free.append(shutil.disk_usage(existing).free)
+    text = "; ".join(f"{f} {size / GB:.1f} GB free" for f, size in zip(folders, free, strict=True))
     remedy = (
         "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
         "or name other folders with --output_dir and --cache_dir"
     )
-    yield _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
+    status = PROBLEM if min(free) < 50 * MB else WARNING
+    return _line(min(free) >= GB, "disk", text, remedy, status)
 
 
-def _limits(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _limits(args: Arguments, ctx: DistContext) -> Line | None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy, status = "ulimit -n 65536 before the run", PROBLEM if files < 128 else WARNING
-    yield _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
-    if os.path.isdir("/dev/shm"):
-        free = shutil.disk_usage("/dev/shm").free
-        remedy = "NCCL shares memory there: docker run --shm-size=8g"
-        is_enough = free >= 256 * MB * ctx.launch.local_world_size
-        yield _line(is_enough, "/dev/shm", f"{free / GB:.1f} GB free", remedy)
+    return _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
 
 
-def _memory(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _memory(args: Arguments, ctx: DistContext) -> Line | None:
     limits = fit.memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
     capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
         model = architectures.find_architecture(args.model)
-        try:
-            args = args.replace(seq_length=choose_seq_length(args, model.limit))
-        except UserError as error:
-            yield Line(PROBLEM, "sequence length", str(error))
-            return
+        args = args.replace(seq_length=choose_seq_length(args, model.limit))
         work = fit.planned_work(args, ctx, model)
     except UserError as error:
-        yield Line(OK, "memory", f"{capacity}; not planned: {error}")
-        return
+        return Line(WARNING, "memory", f"{capacity}; not planned", str(error))
     estimate = predict(work, args.strategy)
     text = f"planned {estimate.total / GB:.1f} of {capacity}"
     if limits.host and estimate.host:
         host = estimate.host * limits.ranks_per_node
         text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
     fits = limits.hold(estimate)
-    flags = "" if fits else " or ".join(fit.remedies(work, args.strategy, limits))
-    remedy = f"it would fit with {flags}" if flags else "see scripts/plan_memory.py"
-    yield _line(fits, "memory", text, remedy, PROBLEM)
+    ways = [] if fits else fit.remedies(work, args.strategy, limits)
+    remedy = f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py"
+    return _line(fits, "memory", text, remedy, PROBLEM)
 
 
-def _hub(args: Arguments, ctx: DistContext) -> Iterator[Line]:
+def _hub(args: Arguments, ctx: DistContext) -> Line | None:
     if args.hub_problem:
-        yield Line(PROBLEM, "hub", args.hub_problem)
-    elif args.hub_offline:
-        yield Line(OK, "hub", "not needed: the model and the dataset are local or cached")
-    else:
-        endpoint = redact(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-        yield Line(OK, "hub", f"{endpoint} answers")
+        return Line(PROBLEM, "hub", args.hub_problem)
+    answers = f"{redact(os.environ.get('HF_ENDPOINT', 'https://huggingface.co'))} answers"
+    local = "not needed: the model and the dataset are local or cached"
+    return Line(OK, "hub", local if args.hub_offline else answers)
 
 
 # --------------------------------------------------------------------------------- between machines
@@ -322,12 +251,11 @@ def _communication(ctx: DistContext) -> Line:
     latency = _seconds_of(dist.all_reduce, ctx, torch.ones(2, device=ctx.device))
     speeds, small = _bandwidth(ctx, 64 * MB), _bandwidth(ctx, MB)
     hosts = ", ".join(sorted(set(ctx.all_gather(socket.gethostname()))))
-    interface = os.environ.get(f"{ctx.backend.upper()}_SOCKET_IFNAME", "automatic")
     large = ", ".join(f"{kind} {speed / GB:.3g}" for kind, speed in speeds.items())
     of_1_mib = ", ".join(f"{speed / GB:.3g}" for speed in small.values())
     text = (
         f"{ctx.backend} over {ctx.world_size} ranks on {hosts}: {large} GB/s, "
-        f"{1e6 * latency:.0f} µs; with 1 MiB {of_1_mib} GB/s; network interface {interface}"
+        f"{1e6 * latency:.0f} µs; with 1 MiB {of_1_mib} GB/s"
     )
     is_fast = ctx.backend != "nccl" or speeds["all-reduce"] >= GB
     remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/TROUBLESHOOTING.md"
@@ -369,15 +297,12 @@ def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) 
     return median(seconds[1:])
 
 
-def _cluster(ctx: DistContext) -> Iterator[Line]:
-    env, launch = os.environ, ctx.launch
-    if "SLURM_JOB_ID" in env:
-        cores = env.get("SLURM_CPUS_PER_TASK", "1")
-        nodes = env.get("SLURM_JOB_NODELIST", "")
-        text = f"job {env['SLURM_JOB_ID']} on {nodes}, cores per task: {cores}"
-        is_enough = launch.launcher != "srun" or cores != "1"
-        remedy = "data preparation and offload need more cores: --cpus-per-task=8"
-        yield _line(is_enough, "Slurm", text, remedy)
-    ranks = f"{_count(ctx.nodes, 'node')}, {_count(launch.local_world_size, 'rank')} per node"
-    store = f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}"
-    yield Line(OK, "rendezvous", f"{store}, {ranks}")
+def _rendezvous(ctx: DistContext) -> Line:
+    launch, plural = ctx.launch, "s" * (ctx.nodes > 1)
+    text = (
+        f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}, "
+        f"{ctx.nodes} node{plural}, ranks per node: {launch.local_world_size}"
+    )
+    remedy = "one core per task, and data preparation and offload need more: --cpus-per-task=8"
+    one_core = os.environ.get("SLURM_CPUS_PER_TASK", "1") == "1"
+    return _line(launch.launcher != "srun" or not one_core, "rendezvous", text, remedy)

@@ -1,10 +1,9 @@
 """--prove: one step on the user's model and data, made in several ways that must be equal.
 
-Each way is a run of its own, one after the other: real_model_example.py with other batches and
-ranks, and scripts/trainer_step.py, in which transformers.Trainer makes the step. Each run saves a
-checkpoint after its only step. In this project's format it has whole tensors for every strategy, so
-no strategy needs hooks: after one step from zero moments Adam's first moment is (1 - beta1) times
-the gradient (Kingma and Ba, arXiv 1412.6980, algorithm 1), and the weights show the update.
+Each way is a run of real_model_example.py, or of scripts/trainer_step.py, in which
+transformers.Trainer makes the step. The checkpoint after the step has whole tensors for every
+strategy: Adam's first moment is (1 - beta1) times the gradient (Kingma and Ba, arXiv 1412.6980,
+algorithm 1), and the weights show the update.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
 from support.text_tables import text_table
 
-PYTHON = sys.executable
+PYTHON = sys.executable  # tests replace it
 SCRIPT = PROJECT / "real_model_example.py"
 TRAINER = PROJECT / "scripts" / "trainer_step.py"
 SEQUENCES = 8  # at least
@@ -44,30 +43,22 @@ SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no settin
     **{"eval": False, "no_export": True, "merge_lora": False, "quiet": True},
     **{"precision": "fp32", "dropout": 0.0, "lora_dropout": 0.0},
     # Adam divides its first update by |gradient| + epsilon. With 1e-8 an element whose gradient is
-    # 0 but for rounding (the bias of keys) would move by up to the learning rate, in any direction.
+    # only rounding (the bias of keys) would move by the learning rate.
     "adam_epsilon": 1e-4,
 }
 ALONE: dict[str, Any] = {"strategy": "dp", "ds_config": None, "nvme_path": None}
 ALONE |= {"fsdp_config": None, "fsdp": FsdpOptions()}
 OF_A_LAUNCH = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
-# The largest differences that count as equal. fp32 rounds each result to 2^-24 = 6e-8 of its size,
-# and the ways add the same numbers in another order; docs/COMPARISON.md has an example.
-TOLERANCES = {
-    "loss": 1e-5,  # relative
-    "gradient's norm": 1e-5,  # relative, before clipping
-    # Of a parameter's gradient before clipping, as a share of the whole gradient's norm.
-    "gradient": 1e-5,
-    # Of a weight, in learning rates; the rounding of the weight itself is subtracted.
-    "update": 1e-3,
-}
+# The largest differences that count as equal; LEGEND has their units.
+TOLERANCES = {"loss": 1e-5, "gradient's norm": 1e-5, "gradient": 1e-5, "update": 1e-3}
 HEADERS = ["way", "loss", "differ-\nence", "gradient's\nnorm", "differ-\nence"]
 HEADERS += ["gradient's\ndifference", "largest in", "update's\ndifference"]
 LEGEND = """
-Differences from the first way. Of the loss and the norm: relative. Of the gradient: in the
-parameter that differs most, as a share of the whole gradient's norm. Of the update: of the weight
-that differs most, in learning rates. Tolerance: fp32 rounds each result to 6e-08 of its size, and
-each way adds the same numbers in another order.
+Differences from the first way, before clipping. Of the loss and the norm: relative. Of the
+gradient: in the parameter that differs most, as a share of the whole gradient's norm. Of the
+update: of the weight that differs most, in learning rates. fp32 rounds each result to 6e-08 of its
+size, and each way adds the same numbers in another order.
 """
 
 
@@ -80,7 +71,7 @@ class Way(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The step that a run has made."""
+    """The step of a run."""
 
     loss: float  # in nats per token
     scale: float  # of the gradient before clipping, in units of Adam's first moment
@@ -93,11 +84,7 @@ def prove(args: Arguments) -> int:
     args = args.replace(max_grad_norm=args.max_grad_norm or 1.0)
     # Without a number the flag is True.
     ranks = torch.cuda.device_count() or 2 if args.prove is True else int(args.prove or 0)
-    print(
-        f"🔎 One step on {sequences_for(ranks)} sequences, in fp32, with dropout 0, AdamW's "
-        f"epsilon {SETTINGS['adam_epsilon']:g} and gradients clipped to {args.max_grad_norm:g}",
-        flush=True,
-    )
+    print("🔎 One step in fp32, without dropout", flush=True)
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
     rows, problems, reference = [], [], None
     try:
@@ -108,7 +95,9 @@ def prove(args: Arguments) -> int:
             step = step_of(output, args)
             reference = reference or step
             differences, norm, worst = compare(reference, step, args.lr)
-            rows.append(row_of(way.name, step, differences, norm, worst if number else ""))
+            numbers = [f"{value:.1e}" if number else "–" for value in differences.values()]
+            row = [way.name, f"{step.loss:.7f}", numbers[0], f"{norm:.6f}", *numbers[1:3]]
+            rows.append([*row, worst if number else "", numbers[3]])
             if problem := describe_problem(way.name, differences, worst):
                 problems.append(problem)
             if number:
@@ -123,15 +112,10 @@ def prove(args: Arguments) -> int:
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
-def sequences_for(ranks: int) -> int:
-    """Return the smallest number of sequences, at least 8, of two equal micro-batches per rank."""
-    return 2 * ranks * math.ceil(SEQUENCES / (2 * ranks))
-
-
 def ways_of(args: Arguments, ranks: int) -> list[Way]:
     """Return the ways to make the step, the reference first."""
-    count = sequences_for(ranks)
-    size = count // (2 * ranks)
+    size = math.ceil(SEQUENCES / (2 * ranks))  # two micro-batches of each rank
+    count = 2 * ranks * size
     work = {"num_samples": count}
     at_once = {**work, **ALONE, "batch_size": count}
     accumulated = {**work, **ALONE, "batch_size": 1, "gradient_accumulation_steps": count}
@@ -179,12 +163,6 @@ def step_of(folder: Path, args: Arguments) -> Step:
     # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
     clipping = max(1, (record["grad_norm"] + 1e-6) / args.max_grad_norm)
     return Step(record["loss"], clipping / (1 - args.adam_beta1), OwnCheckpoint(folder))
-
-
-def row_of(name: str, step: Step, differences: dict, norm: float, worst: str) -> list[str]:
-    """Return a row of the table; the reference has no `worst` parameter and no differences."""
-    shown = [f"{value:.1e}" if worst else "–" for value in differences.values()]
-    return [name, f"{step.loss:.7f}", shown[0], f"{norm:.6f}", shown[1], shown[2], worst, shown[3]]
 
 
 def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:

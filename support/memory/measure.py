@@ -16,7 +16,7 @@ from support.memory.live import all_tensors, count, gathered_bytes, live_bytes, 
 from support.units import GB
 
 # What a run does after each recorded phase. After backward comes the next micro-batch, or
-# `MetricsLogger.after_backward`.
+# `StepMeter.after_backward`.
 AFTER = {
     "libraries_imported": "loading model and data",
     "model_loaded": "handing the model to the strategy",

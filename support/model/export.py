@@ -89,13 +89,11 @@ def finish(
             lost, folder = export_model(trained, Target(elsewhere, False), args, card)
             advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
-    results.update(
-        export={
-            "folder": str(folder),
-            "seconds": time.monotonic() - start,
-            "host_peak_bytes": trained.ctx.all_gather(host_bytes()[1]),
-        }
-    )
+    results.facts["export"] = {
+        "folder": str(folder),
+        "seconds": time.monotonic() - start,
+        "host_peak_bytes": trained.ctx.all_gather(host_bytes()[1]),
+    }
     return folder
 
 

@@ -1,11 +1,10 @@
 """What a run reports, and what a comparison of runs reports.
 
-run              a run from its output folder to the exported model, with results.json
-results          the output folder and its lock, and the facts of results.json at the start
-metrics_log      logs every step: metrics.jsonl, console, trackers
+run              a run from its output folder to the exported model: results.json, metrics.jsonl
+results          the output folder, the content of results.json, and the lines that show it
 metrics_file     reads and writes metrics.jsonl
 step_meter       measures a step: time by phase, memory, traffic
-summary          the measured part of results.json, and the lines that show it
+loss_curve       loss.png: the losses of a run
 profiling        --profile and --memory_snapshot: recordings for other tools
 trackers         --report_to: the numbers of metrics.jsonl in TensorBoard and Weights & Biases
 compare          reads runs, and compares each with the first: numbers and losses

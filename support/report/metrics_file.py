@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.files.atomic import only_finite, set_aside, write_text
+from support.files.atomic import only_finite, write_text
 
 if TYPE_CHECKING:  # `compare_runs.py --help` must be fast, and the console imports tqdm
     from support.console import Console
@@ -36,42 +36,24 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
 
 
 class MetricsFile:
-    """The metrics.jsonl that a run writes (rank 0).
-
-    Lines that do not fit on a full disk are kept in memory and written before the next line.
-    """
+    """The metrics.jsonl that a run writes (rank 0)."""
 
     def __init__(self, path: Path, console: Console):
         self.path, self._console = path, console
-        self._unwritten = b""
+        self._unwritten = b""  # what did not fit on a full disk
         self._warned = False
 
     def cut_at(self, step: int) -> None:
-        """Remove the records after a checkpoint, because these steps are trained again.
-
-        A damaged file is renamed, and its readable lines are kept.
-        """
-        records, unreadable = read_metrics(self.path) if self.path.is_file() else ([], [])
-        if unreadable:
-            new_path = set_aside(self.path, f"{self.path.name}.damaged")
-            self._console.warn(
-                f"{self.path} is damaged (line {unreadable[0]}): what cannot be read is left out, "
-                f"and the file as it was is {new_path.name}."
-            )
+        """Remove the records after a checkpoint, because these steps are trained again."""
+        records = read_metrics(self.path)[0] if self.path.is_file() else []
         # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
         # run repeats the evaluation of the checkpoint's own step.
         kept = [r for r in records if r["step"] < step or (r["step"] == step and "loss" in r)]
         write_text(self.path, "".join(json.dumps(only_finite(record)) + "\n" for record in kept))
 
-    def append(self, record: dict) -> None:
-        """Write a record; if the disk is full, print a notice and keep the record for later."""
-        self._unwritten += json.dumps(only_finite(record)).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Write the lines that could not be written before."""
-        if not self._unwritten:
-            return
+    def append(self, *records: dict) -> None:
+        """Write records; if the disk is full, print a notice and keep them for the next call."""
+        self._unwritten += b"".join(json.dumps(only_finite(r)).encode() + b"\n" for r in records)
         try:
             with open(self.path, "ab", buffering=0) as file:
                 while self._unwritten:  # a nearly full disk may take a part of a line

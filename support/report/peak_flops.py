@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 class Peak(NamedTuple):
     """The peak arithmetic rates of one GPU model."""
 
-    # Regular expression for the whole name that torch.cuda.get_device_name() reports, without
-    # the vendor, with spaces instead of hyphens
-    name: str
-    half: float  # TFLOP/s of the matrix units in fp16, and in bf16 if `bf16` is true
-    tf32: float | None  # TFLOP/s in TF32; None if the device has no TF32, or torch does not use it
-    fp32: float  # TFLOP/s in fp32 (AMD's figure is that of its matrix cores)
-    source: str  # the vendor's document with these numbers
+    name: str  # regular expression for torch's name, without vendor and hyphens
+    half: float  # TFLOP/s in fp16, and in bf16 if `bf16` is true
+    tf32: float | None  # TFLOP/s in TF32; None if the device has none, or torch does not use it
+    fp32: float  # TFLOP/s in fp32 (of AMD's matrix cores)
+    source: str  # the vendor's document
     bf16: bool = True  # whether the matrix units multiply bf16
 
     @property

@@ -1,11 +1,14 @@
-"""The output folder of a run with its lock, and the start of its results.json."""
+"""The output folder of a run, the content of results.json, and the lines that show it."""
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
+import statistics
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,14 +17,77 @@ import torch
 
 from support.checkpoints.format import list_checkpoints
 from support.cli.arguments import Arguments, global_batch
+from support.cli.ds_config import nvme_folder
 from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, cpu_fact
 from support.errors import UserError
-from support.files.atomic import lock
+from support.files import atomic
 from support.files.user_files import create_folder
+from support.memory import measure
+from support.model.resolve import ModelSpec
 from support.redaction import redact, redact_value
+from support.report.step_meter import StepMeter
+from support.text_tables import text_table
+from support.units import GB, human_bytes
 from support.versions import code_digest, versions
+
+# Keys that are null where nothing was trained (--eval_only).
+KEYS_OF_TRAINING = """
+    seconds_to_first_step communication_bytes_per_step communication_per_step step_seconds
+    step_phases_seconds samples_per_second tokens_per_second tokens_per_second_per_gpu mfu
+""".split()
+
+
+def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
+    """Create the output folder, named by --output_dir or by rank 0, and lock it.
+
+    Raises:
+        UserError: the folder cannot be created, is in use by another run, has checkpoints that no
+            flag allows to replace, or is not on a disk that all nodes share although the run writes
+            checkpoints or the export.
+    """
+    started = time.strftime("%Y%m%d-%H%M%S")
+    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
+    if ctx.is_main:
+        while not args.output_dir and Path(name).exists():  # two runs started in the same second
+            name += "x"
+        create_folder("--output_dir", Path(name))
+        try:
+            ctx.lock = atomic.lock(Path(name) / ".lock")
+        except BlockingIOError:
+            raise UserError(
+                f"--output_dir {name} is in use by another run: wait, or name another folder."
+            ) from None
+        may_hold_a_run = args.overwrite or args.resume is not None
+        if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
+            raise UserError(
+                f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
+                "--overwrite replaces it; or name another folder."
+            )
+    folder = Path(ctx.broadcast_from_rank0(name))
+    if ctx.nodes > 1 and not (args.no_save and args.no_export):
+        check_all_see(folder, ctx)
+    return folder
+
+
+def check_all_see(folder: Path, ctx: DistContext) -> None:
+    """Check that every rank sees the output folder, because each writes its part of a checkpoint.
+
+    All ranks call it at the start, so that the run does not fail hours later at its first save.
+    """
+    deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
+    while not (folder / ".lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts = ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
+    if hosts_without_folder := sorted({*hosts} - {""}):
+        raise UserError(
+            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
+            "with rank 0: name one that all nodes see, or add --no_save --no_export."
+        )
+
+
+# ---------------------------------------------------------------------------- content of results
 
 
 def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
@@ -54,10 +120,7 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
 
 
 def hardware(device: torch.device) -> dict:
-    """Describe this rank's machine: names, the cores it may use, and bytes of memory.
-
-    The GPU keys are None without a GPU.
-    """
+    """Describe this rank's machine; the GPU keys are None without a GPU."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "host": platform.node(),
@@ -69,59 +132,131 @@ def hardware(device: torch.device) -> dict:
     }
 
 
-def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
-    """Create the output folder, named by --output_dir or by rank 0, and lock it.
+def write_results(path: Path, facts: dict) -> None:
+    """Write results.json; NaN and infinity, which JSON does not have, as null."""
+    atomic.write_text(path, json.dumps(atomic.only_finite(facts), indent=2) + "\n")
 
-    Raises:
-        UserError: the folder cannot be created, is in use by another run, has checkpoints that no
-            flag allows to replace, or is not on a disk that all nodes share although the run writes
-            checkpoints or the export.
+
+def read_results(path: Path) -> dict | None:
+    """Return the results.json of an earlier run; None if there is none or it is damaged."""
+    try:
+        results = atomic.read_json(path)
+        return results if isinstance(results["status"], str) else None
+    except (FileNotFoundError, ValueError, TypeError, LookupError):
+        return None
+
+
+def measured(
+    args: Arguments,
+    ctx: DistContext,
+    spec: ModelSpec,
+    meter: StepMeter,
+    work: list[tuple[int, int]],
+) -> dict:
+    """Return the speed of this rank, and the communication and memory of all ranks.
+
+    Args:
+        work: sequences and tokens of each step, over all ranks.
     """
-    started = time.strftime("%Y%m%d-%H%M%S")
-    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
-    if ctx.is_main:
-        while not args.output_dir and Path(name).exists():  # two runs started in the same second
-            name += "x"
-        create_folder("--output_dir", Path(name))
-        ctx.lock = lock_folder(Path(name))
-        may_hold_a_run = args.overwrite or args.resume is not None
-        if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
-            raise UserError(
-                f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
-                "--overwrite replaces it; or name another folder."
-            )
-    folder = Path(ctx.broadcast_from_rank0(name))
-    if ctx.nodes > 1 and not (args.no_save and args.no_export):
-        check_all_see(folder, ctx, args)
-    return folder
+    found = dict.fromkeys(KEYS_OF_TRAINING) | meter.speed(work)
+    if meter.first_step_at:
+        found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
+    if found["tokens_per_second"]:
+        per_gpu = found["tokens_per_second_per_gpu"] = found["tokens_per_second"] / ctx.world_size
+        on_gpu = ctx.device.type == "cuda"
+        found["mfu"] = _share_of_peak(per_gpu, args, ctx, spec) if on_gpu else None
+    traffic = meter.traffic.per_step(meter.warmup_steps)
+    sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
+    if meter.step > meter.first_step:
+        found["communication_bytes_per_step"] = statistics.mean(sent)
+        found["communication_per_step"] = traffic
+    return found | {"memory": _memory(args, ctx, spec, meter)}
 
 
-def check_all_see(folder: Path, ctx: DistContext, args: Arguments) -> None:
-    """Check that every rank sees the output folder, because each writes its part of a checkpoint.
+def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSpec) -> float | None:
+    """Return the MFU of a rate in tokens per second per GPU; None if the peak is not known."""
+    from support.report.peak_flops import flops_per_token, peak_flops
 
-    All ranks call it at the start, so that the run does not fail hours later at its first save.
-    """
-    deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
-    while not (folder / ".lock").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    hosts = ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
-    if hosts_without_folder := sorted({*hosts} - {""}):
-        missing = [f"--{flag}" for flag in ("no_save", "no_export") if not getattr(args, flag)]
-        raise UserError(
-            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
-            f"with rank 0: name one that all nodes see, or add {' '.join(missing)}."
+    config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
+    shape = config.num_hidden_layers, config.hidden_size, args.seq_length
+    peak = peak_flops(ctx.device, ctx.precision)
+    return rate * flops_per_token(*matmul, *shape) / peak if peak else None
+
+
+def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
+    from support.memory import fit
+
+    of_this_rank = measure.of_this_rank(
+        meter.memory, meter.step_memory, nvme_folder(args.ds_config_dict), ctx.launch.is_node_leader
+    )
+    found = measure.over_ranks(ctx.all_gather(of_this_rank))
+    return found | {"predicted_bytes": fit.predicted_bytes(args, ctx, spec)}
+
+
+# ----------------------------------------------------------------------------------- printed lines
+
+
+def say_setup(ctx: DistContext) -> None:
+    """Print the "Distributed Setup" lines, once, if the run has several ranks."""
+    gpu = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "none (CPU)"
+    if ctx.world_size > 1:
+        ctx.console.print0(
+            "=== Distributed Setup ===\n"
+            f"Rank: {ctx.rank}/{ctx.world_size}\n"
+            f"Local Rank: {ctx.launch.local_rank}\n"
+            f"World Size: {ctx.world_size}\n"
+            f"Backend: {ctx.backend}\nGPU: {gpu}\n========================="
         )
 
 
-def lock_folder(folder: Path):
-    """Lock an output folder against other runs until this process ends.
+def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
+    """Print the results at the end of a run, from the content of results.json."""
+    print0, used, on_gpu = ctx.console.print0, facts["memory"], ctx.device.type == "cuda"
+    if args.profile_memory or ctx.simulated:
+        for line in memory_profile(used, on_gpu):
+            print0(line)
+    if ctx.simulated:
+        print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
+        return
+    print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    names = {"allocated": "allocated", "reserved": "reserved", "peak": "peak"}
+    names = names if on_gpu else {"allocated": "resident", "peak": "peak"}
+    sizes = [f"{max(used[f'{key}_bytes']) / GB:.2f} GB {name}" for key, name in names.items()]
+    print0(f"{'GPU' if on_gpu else 'Process'} Memory: {' | '.join(sizes)}")
+    if facts["samples_per_second"]:
+        mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
+        print0(
+            f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | "
+            f"{facts['tokens_per_second']:,.0f} tokens/sec | "
+            f"{facts['tokens_per_second_per_gpu']:,.0f} tokens/sec/"
+            + (f"GPU | MFU {mfu} " if on_gpu else "process ")
+            + f"(first {facts['warmup_steps_excluded']} of {facts['steps']} steps left out)"
+        )
 
-    Returns:
-        The open file that holds the lock; None on a file system without locks.
-    """
-    try:
-        return lock(folder / ".lock")
-    except BlockingIOError:
-        raise UserError(
-            f"--output_dir {folder} is in use by another run: wait for it, or name another folder."
-        ) from None
+
+def memory_profile(used: dict, on_gpu: bool) -> Iterator[str]:
+    """Yield the lines of --profile_memory; the tables show the rank with the most."""
+    for rank in range(len(used["peak_bytes"])):
+        yield f"{'GPU' if on_gpu else 'Process'} {rank} Memory:"
+        for name in ("Allocated", "Reserved", "Peak"):
+            yield f"  {name}: {_most([used[f'{name.lower()}_bytes'][rank]])}"
+    kinds = ["device_allocated", "device_peak", "host_resident"][0 if on_gpu else 2 :]
+    phases = used["phases_bytes"].items()
+    rows = [[phase, *(_most(values[kind]) for kind in kinds)] for phase, values in phases]
+    yield "\n" + text_table(rows, ["memory after", *kinds])
+    places = (used["categories_bytes_by_rank"], used["device_categories_bytes_by_rank"])
+    rows = [
+        [kind, *(_most([rank[kind] for rank in place]) for place in places)]
+        for kind in used["categories_bytes"] or ()
+    ]
+    yield "\n" + text_table(rows, ["live tensors by kind", "all", "on the device"])
+    host, pinned = _most(used["host_peak_bytes"]), _most(used["pinned_bytes"])
+    yield f"\nHost: {host} at its peak, {pinned} pinned"
+    if used["nvme_bytes"]:
+        written = human_bytes(used["nvme_written_bytes_per_step"])
+        yield f"NVMe: {human_bytes(used['nvme_bytes'])} stored, {written} written in a step"
+
+
+def _most(values: list[int | None]) -> str:
+    known = [value for value in values if value is not None]
+    return human_bytes(max(known)) if known else "—"

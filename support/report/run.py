@@ -1,53 +1,58 @@
-"""A run from its output folder to the exported model: results.json, metrics, export, sample."""
+"""A run from its output folder to the exported model: results.json, metrics.jsonl, console."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import os
-from collections.abc import Iterator
-from functools import partial
+import math
+import shlex
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
+from support import progress
 from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.failures import Restart
 from support.cluster.launch import restart_values
 from support.cluster.tuning import keep_freed_memory
-from support.data.batches import total_steps
-from support.errors import Preempted, UserError
+from support.data.batches import steps_of
+from support.errors import Preempted, UserError, explain
 from support.files import atomic
 from support.memory.measure import MemoryByPhase
 from support.model import export
 from support.model.resolve import ModelSpec
-from support.report import profiling, summary
-from support.report.metrics_log import MetricsLogger, errors_as_notices
-from support.report.results import facts_at_start, new_output_dir
-from support.report.step_meter import create_meter
+from support.report import results
+from support.report.metrics_file import MetricsFile
+from support.report.step_meter import StepMeter, create_meter
+from support.strategies import gradients
 from support.train_state import TrainingObjects, TrainState
-from support.units import human_count
-
-if TYPE_CHECKING:
-    from support.data.chat import Prompt
+from support.units import human_count, perplexity_of
 
 
 class Run:
-    """A run: its output folder, results.json, measurements and export. All ranks call the methods.
+    """A run: its output folder, results.json, metrics.jsonl. All ranks call the methods.
 
     results.json is written at the start with the status "running", and again at the end. With
-    --resume an earlier run's file is kept until this run has loaded its checkpoint.
+    --resume an earlier run's file is kept until this run has loaded its checkpoint. The numbers of
+    a step stay on the device until a line is logged.
     """
 
     target: export.Target  # where the model is exported to
     memory: MemoryByPhase  # after each phase of the run
-    metrics: MetricsLogger  # from `start_training` on, as the manager
+    # From `start_training` on.
+    args: Arguments
+    state: TrainState
     manager: CheckpointManager
-    _snapshot: profiling.MemorySnapshot | None = None
+    meter: StepMeter  # measures the steps: time, memory, traffic
+    file: MetricsFile
+    trackers: Any = None  # of --report_to, on rank 0
+    trace: torch.profiler.profile | None = None  # of --profile
+    _write_snapshot: Callable[[], str] | None = None  # of --memory_snapshot
     _repository: str | None = None  # on the hub, to which the export is pushed (rank 0)
 
     def __init__(self, ctx: DistContext, folder: Path, facts: dict):
@@ -55,24 +60,29 @@ class Run:
         self.path, self.facts = folder / "results.json", facts
         self.before: dict | None = None  # the earlier run's results.json, on every rank
         self.kept = False  # whether the file is still the earlier run's
+        self._pending: list[dict] = []  # steps whose numbers are still on the device
+        self._work: list[tuple[int, int]] = []  # sequences and tokens of each step of this process
+        self._samples = 0  # value of state.samples at the last logged step
+        self._epoch = self._batch = self._batches = 0  # of the epoch: its number, and its steps
+        self._losses: list[float] = []  # of the epoch's steps in this process
+        self._rate: float | None = None  # tokens per second of the last step that was flushed
+        self._bar = progress.bar("", None, "step", active=False)  # replaced in each epoch
+
+    # ----------------------------------------------------------------------------- before training
 
     @classmethod
     def open(cls, args: Arguments, ctx: DistContext) -> Run:
         """Create and lock the output folder, write results.json, start to record memory."""
-        summary.say_setup(ctx)
-        run = cls(ctx, new_output_dir(args, ctx), facts_at_start(args, ctx))
+        results.say_setup(ctx)
+        run = cls(ctx, results.new_output_dir(args, ctx), results.facts_at_start(args, ctx))
         if ctx.is_main:
-            run.before = read_results(run.path)
+            run.before = results.read_results(run.path)
             run.kept = args.resume is not None and run.before is not None
-            if run.before is None and os.path.lexists(run.path):
-                aside = atomic.set_aside(run.path, f"{run.path.name}.damaged")
-                ctx.console.warn(f"{run.path} is damaged: ignored, and renamed to {aside.name}.")
             if not run.kept:
                 # Before the other ranks continue: if one fails, the file must be this run's.
                 run._begin()
-        run.before, run.kept, run.facts["started_at"] = ctx.broadcast_from_rank0(
-            (run.before, run.kept, run.facts["started_at"])
-        )
+        shared = (run.before, run.kept, run.facts["started_at"])
+        run.before, run.kept, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
         ctx.failures.on_failure.append(run.fail)
         from support.strategies.requirements import check_requirements
 
@@ -86,54 +96,10 @@ class Run:
         ctx.hang.folder, ctx.hang.doing = run.folder, lambda: memory.doing
         ctx.failures.memory_facts.append(memory.describe)
         if args.memory_snapshot:
-            run._snapshot = profiling.MemorySnapshot(args.memory_snapshot, ctx)
+            from support.report.profiling import record_memory
+
+            run._write_snapshot = record_memory(args.memory_snapshot, ctx)
         return run
-
-    # ---------------------------------------------------------------------------- results.json
-
-    @property
-    def was_complete(self) -> bool:
-        """Whether the earlier run, whose file is kept, had completed."""
-        return self.kept and self.before is not None and self.before["status"] == "completed"
-
-    def update(self, **facts: Any) -> None:
-        """Add or replace facts; they are written with the next status."""
-        self.facts.update(facts)
-
-    def _begin(self) -> None:
-        """Write this run's file in place of an earlier run's (rank 0)."""
-        self.kept = False
-        if self.ctx.is_main and self.ctx.lock:
-            atomic.remove_leftovers(self.folder)
-        self._write()
-
-    def _write(self) -> None:
-        if self.ctx.is_main:
-            write_json(self.path, self.facts)
-
-    def fail(self, error: UserError) -> bool:
-        """Write why the run failed, unless the file already says how it ended; for any rank.
-
-        An earlier run's file that is still kept is not changed.
-
-        Returns:
-            False if another rank has already written an error.
-        """
-        if self.kept:
-            return True
-        with locked(self.folder):
-            recorded = read_results(self.path)
-            is_this_run = recorded and recorded.get("started_at") == self.facts["started_at"]
-            if recorded and is_this_run and recorded["status"] != "running":
-                return recorded["status"] in ("completed", "preempted")
-            self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
-            try:
-                write_json(self.path, self.facts)
-            except OSError:  # a full disk; a rename needs space for a second file
-                write_json(self.path, self.facts, atomic.overwrite)
-        return True
-
-    # ---------------------------------------------------------------------------- before training
 
     def announce_model(self, args: Arguments, spec: ModelSpec) -> None:
         """Print what is trained, before the data is read."""
@@ -151,59 +117,27 @@ class Run:
             f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
             f"📋 Strategy: {args.strategy.upper()}"
         )
-        if not spec.chunked_loss:
-            self.ctx.console.print0(
-                "🔧 All logits of a batch are computed at once: this model changes them, or has "
-                "adapters on its output layer"
-            )
 
     def model_loaded(self, args: Arguments, spec: ModelSpec, dataset: dict, train_data) -> None:
         """Print and record the sizes of the model and of the data (`dataset`: its entry)."""
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
-            self._prompt(args, spec, dataset)
-        count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
-        if args.eval_only:
-            count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
+            prompt_for(args, spec, dataset)
         print0, whole = self.ctx.console.print0, spec.parameters
         print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
             trained = f"{spec.trainable:,} of {whole:,} parameters are trained"
             print0(f"🔧 LoRA: {trained} ({spec.trainable / whole:.2%})")
-        if spec.lora and spec.random and not (args.merge_lora or args.no_export):
-            self.ctx.console.warn(
-                "The frozen weights are random, and the adapters cannot be used without them: "
-                "--merge_lora exports both."
-            )
+        count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
+        if args.eval_only:
+            count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
         print0(f"✅ Dataset ready: {count if train_data.num_sequences else 'validation data only'}")
-        self.update(
+        self.facts.update(
             parameters=whole,
             trainable_parameters=spec.trainable,
             seq_length=args.seq_length,
             dataset=dataset,
         )
-
-    def model_wrapped(self) -> None:
-        """Record the memory of the wrapped model."""
-        self.memory.note("wrapped")
-        keep_freed_memory(self.ctx.device)  # for the next step; see support/cluster/tuning.py
-
-    def was_complete_before(self, args: Arguments, state: TrainState) -> bool:
-        """Whether a resumed run has no step left to train.
-
-        The newest checkpoint may be an older one if the earlier run stopped early with the same
-        --early_stopping_patience, or if --load_best_at_end kept only the best weights.
-        """
-        if not self.was_complete or self.before is None:
-            return False
-        if state.finished:
-            return True
-        if args.resume != "":  # a checkpoint was named
-            return False
-        patience = args.early_stopping_patience
-        stops_early = bool(patience) and self.before.get("stopped_early") == patience
-        steps = total_steps(args, self.ctx.world_size, state.num_sequences)
-        return stops_early or (args.load_best_at_end and self.before["steps"] >= steps)
 
     def start_training(
         self,
@@ -212,89 +146,275 @@ class Run:
         manager: CheckpointManager,
         state: TrainState,
     ) -> None:
-        """Replace the files of an earlier run, and start the metrics."""
+        """Replace the files of an earlier run, and start to measure steps."""
         ctx = self.ctx
-        meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
-        metrics = MetricsLogger(args, ctx, self.folder, state, meter)
-        self.metrics, self.manager = metrics, manager
-        manager.around_save = metrics.outside_steps
+        self.args, self.manager, self.state, self._samples = args, manager, state, state.samples
+        self.meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
+        self.file = MetricsFile(self.folder / "metrics.jsonl", ctx.console)
+        if args.report_to and ctx.is_main:
+            from support.report.trackers import Trackers
+
+            self.trackers = Trackers(args, ctx, self.folder, state.step)
+        if args.profile:
+            from support.report.profiling import start_trace
+
+            self.trace = start_trace(args.profile, ctx)
         # All checks have passed: only now may files of an earlier run be changed.
         manager.take_over(state.best)
-        self.update(run_signature=manager.identity)
+        self.facts["run_signature"] = manager.identity
         self._begin()
         if ctx.is_main:
-            metrics.file.cut_at(state.step)
+            self.file.cut_at(state.step)
         ctx.hang.state = state
+        keep_freed_memory(ctx.device)  # for the next step; see support/cluster/tuning.py
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if values := restart_values(args, self.folder):
-            useful = partial(self._smaller_batch_may_help, args, state)
-            ctx.failures.restart = Restart(values, useful)
+            ctx.failures.restart = Restart(values, self._smaller_batch_may_help)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
         training = f"Training: steps {state.step + 1} to {state.total_steps}"
         ctx.console.print0(f"⏳ {'Evaluating' if args.eval_only else training}")
 
-    def _smaller_batch_may_help(self, args: Arguments, state: TrainState) -> bool:
+    def _smaller_batch_may_help(self) -> bool:
         """Whether a new start with smaller micro-batches may help after memory ran out."""
-        own_batch = args.eval_batch_size and self.memory.doing == "evaluation"
-        return state.step < state.first_step + 2 and not self.manager.seconds and not own_batch
+        own_batch = self.args.eval_batch_size and self.memory.doing == "evaluation"
+        early = self.state.step < self.state.first_step + 2
+        return early and not self.manager.seconds and not own_batch
+
+    # -------------------------------------------------------------------------------- results.json
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether the earlier run, whose file is kept, had completed."""
+        return self.kept and self.before is not None and self.before["status"] == "completed"
+
+    def _begin(self) -> None:
+        """Write this run's file in place of an earlier run's (rank 0)."""
+        self.kept = False
+        if self.ctx.is_main and self.ctx.lock:
+            atomic.remove_leftovers(self.folder)
+        self._write()
+
+    def _write(self) -> None:
+        if self.ctx.is_main:
+            results.write_results(self.path, self.facts)
+
+    def fail(self, error: UserError) -> bool:
+        """Write why the run failed, unless the file already says how it ended; for any rank.
+
+        Returns:
+            False if another rank has already written an error.
+        """
+        if self.kept:
+            return True
+        recorded = results.read_results(self.path) or {}
+        is_this_run = recorded.get("started_at") == self.facts["started_at"]
+        if is_this_run and recorded["status"] != "running":
+            return recorded["status"] in ("completed", "preempted")
+        self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
+        results.write_results(self.path, self.facts)
+        return True
+
+    # ----------------------------------------------------------------------------- during training
+
+    def start_epoch(self) -> None:
+        """Start the progress bar of the epoch's remaining steps, and the clock."""
+        state = self.state
+        if self._epoch != state.epoch:
+            self._epoch, self._losses = state.epoch, []
+        self._batch = steps_of(state.position, state.global_batch)
+        remaining = steps_of(state.num_sequences - state.position, state.global_batch)
+        self._batches = self._batch + min(remaining, state.total_steps - state.step)
+        self._bar = self.ctx.console.bar(f"Epoch {self._epoch}", self._batches, done=self._batch)
+        self.meter.pause()
+
+    def log_step(
+        self, loss: torch.Tensor, lr: float, grad_norm: torch.Tensor | float | None, tokens
+    ) -> None:
+        """Record the optimizer step that `TrainState.advance` has just counted.
+
+        Args:
+            loss: mean over the tokens of the global batch; a scalar tensor, left on the device.
+            grad_norm: norm of the whole gradient before clipping.
+            tokens: number of tokens of this step over all ranks; a scalar tensor, left on the
+                device.
+        Raises:
+            TrainingError: the loss of this or an earlier step was not finite, or its gradient norm
+                was not (except in fp16). No checkpoint contains that step's update.
+        """
+        self.meter.end_step()
+        if self.trace:
+            self.trace.step()
+            self.meter.pause()
+        state, batch = self.state, self._batch
+        self._batch += 1
+        record = {"step": state.step, "epoch": self._epoch, "loss": loss.detach().clone()}
+        record |= {"lr": lr, "grad_norm": grad_norm}
+        self._pending.append({**record, "tokens": tokens, "samples": state.samples - self._samples})
+        self._samples = state.samples
+        is_last = self._batch == self._batches or state.finished
+        is_logged = batch % self.args.logging_steps == 0 or is_last
+        # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
+        if is_logged or self.ctx.device.type == "cpu":
+            self.flush()
+        if is_logged or self.ctx.simulated:
+            self._print_step(batch, lr)
+        if self._losses and self._rate:
+            text = f"loss {self._losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s"
+            self._bar.set_postfix_str(text, refresh=False)  # appears with the next refresh
+        self._bar.update()
+        if is_last:
+            self._bar.close()
+        self.meter.mark("data")  # logging is part of training: it delays the next step's data
+
+    def _print_step(self, batch: int, lr: float) -> None:
+        """Print one step, after the last step of an epoch also the epoch's mean loss."""
+        state, print0 = self.state, self.ctx.console.print0
+        if self.ctx.simulated:
+            print0(f"Step {state.step}/{state.total_steps} of the memory simulation")
+            return
+        print0(
+            f"Epoch {self._epoch} | Batch {batch}/{self._batches} | "
+            f"Loss: {self._losses[-1]:.4f} | LR: {lr:.2e}"
+        )
+        if not self.args.streaming and (state.at_end_of_epoch or state.finished):
+            mean = statistics.fmean(self._losses)
+            steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
+            epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
+            print0(f"Epoch {self._epoch}/{epochs} | Average Loss: {mean:.4f}")
+
+    def flush(self) -> None:
+        """Copy the numbers of the steps so far to the host, and log them; waits for the GPU."""
+        meter, state = self.meter, self.state
+        meter.read()
+        pending, self._pending = self._pending, []
+        for record in pending:
+            seconds = sum(meter.steps[record["step"] - 1 - meter.first_step].values())
+            state.training_seconds += seconds
+            if self.ctx.simulated:  # its losses mean nothing
+                continue
+            tokens, samples = int(record.pop("tokens")), record.pop("samples")
+            loss = record["loss"] = float(record["loss"])
+            norm = record["grad_norm"]
+            norm = record["grad_norm"] = None if norm is None else float(norm)
+            # In fp16 an overflow skips the update. DeepSpeed's norm is -1 for such gradients.
+            usable = norm is None or 0 <= norm < math.inf or self.ctx.precision == "fp16"
+            if not (math.isfinite(loss) and usable):
+                raise gradients.not_finite(loss, record["step"])
+            self._losses.append(loss)
+            self._work.append((samples, tokens))
+            state.first_loss = loss if state.first_loss is None else state.first_loss
+            state.last_loss = loss
+            state.tokens += tokens
+            self._rate = tokens / seconds if seconds else None
+            self._log({**record, "tokens_per_second": self._rate, "seconds": seconds})
+
+    def _log(self, record: dict) -> None:
+        if self.trackers:
+            self.trackers.log(record)
+        if self.ctx.is_main:
+            self.file.append(record)
+
+    def start_evaluation(self) -> None:
+        """Log the steps so far: wandb drops a step that is logged after a later one.
+
+        Raises:
+            TrainingError: see `log_step`; a model with a non-finite loss is not evaluated.
+        """
+        self.flush()
+        self.memory.doing = "evaluation"
+
+    def log_evaluation(self, loss: float) -> None:
+        """Record an evaluation after the current step, and print whether it ends the run."""
+        state, print0, perplexity = self.state, self.ctx.console.print0, perplexity_of(loss)
+        print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
+        self._log({"step": state.step, "eval_loss": loss, "perplexity": perplexity})
+        if state.stopped_early and state.best:
+            print0(
+                f"🛑 Stopped early: {state.patience} evaluations in a row no better than "
+                f"that of step {state.best['step']}."
+            )
+        if not state.finished:  # else it is drawn at the end of the run
+            self._draw_losses()
+
+    def save(self) -> None:
+        """Save a checkpoint of the current step, which is excluded from the time of the steps."""
+        self.flush()  # completes the counters
+        self.manager.save(self.state)
+        self.meter.pause()
 
     # ----------------------------------------------------------------------------- after training
 
-    def preempt(self, state: TrainState) -> NoReturn:
+    def preempt(self) -> NoReturn:
         """Save a checkpoint and end the run, because a rank received a stop signal.
 
         Raises:
             Preempted: the checkpoint is complete.
             TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
         """
-        self.manager.save_before_stop(state)
+        self.flush()
+        self.manager.save_before_stop(self.state)
         reason = "stopped by a signal; a checkpoint was saved"
-        self.update(status="preempted", reason=reason, **summary.progress(state.counters()))
+        self.facts.update(status="preempted", reason=reason, **self._progress())
         self._write()
         self.ctx.console.print0(
-            f"⏸️  Stopped by a signal after step {state.step} of {state.total_steps}: "
+            f"⏸️  Stopped by a signal after step {self.state.step} of {self.state.total_steps}: "
             "resume with --resume"
         )
         self._close()
         raise Preempted(self.manager.model)
 
-    def finish(self, args: Arguments, state: TrainState, eval_loss: float | None, casting) -> None:
+    def finish(self, eval_loss: float | None, casting) -> None:
         """Summarize the run, export the model, and print a sample of its text.
 
         Raises:
             TrainingError: the export failed; the message says where the trained weights are.
         """
         self.memory.note("trained")
-        ctx, manager = self.ctx, self.manager
+        args, ctx, manager, state = self.args, self.ctx, self.manager, self.state
         ctx.hang.state = ctx.failures.restart = None
         if manager.objects.stream is not None:
-            self.update(dataset=manager.objects.stream.summary())
+            self.facts["dataset"] = manager.objects.stream.summary()
         if args.load_best_at_end and state.best:
             manager.load_best(state.best["step"], state.step)
         elif args.load_best_at_end:
             ctx.console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
-        self.update(checkpoint_seconds=manager.seconds)
-        self.update(**summary.summarize(args, ctx, manager.spec, self.metrics, state, eval_loss))
-        summary.say_results(ctx, self.facts, args)
+        self.flush()
+        best = state.best or {"loss": None, "step": None}
+        self.facts.update(
+            checkpoint_seconds=manager.seconds,
+            **self._progress(),
+            eval_loss=eval_loss,
+            perplexity=None if eval_loss is None else perplexity_of(eval_loss),
+            best_eval_loss=best["loss"],
+            best_step=best["step"],
+            stopped_early=state.patience if state.stopped_early else None,
+            **results.measured(args, ctx, manager.spec, self.meter, self._work),
+        )
+        results.say_results(ctx, self.facts, args)
         self._export(args, manager, state, casting)
-        self._close(self.facts.get("sample"))
-        summary.say_files(ctx, self.path)
+        self._close()
+        ctx.console.print0(f"📁 {self.path}")
+        if not ctx.simulated:
+            page = f"python scripts/report.py {shlex.quote(str(self.folder))}"
+            ctx.console.print0(f"📊 A page with its curves: {page}")
 
     def finish_completed_run(
         self, args: Arguments, manager: CheckpointManager, state: TrainState, casting
     ) -> None:
         """Finish a resumed run that was already complete: export and generate what is missing."""
         self.ctx.console.print0("✅ The run was already complete.")
-        self.update(**(self.before or {}))
+        self.facts.update(self.before or {})
         if args.load_best_at_end and self.facts.get("best_step"):
             manager.load_best(self.facts["best_step"], state.step)
-        elif state.step < self.facts["steps"]:
-            self.ctx.console.warn(
-                "The last weights are in no checkpoint: nothing is exported, generated or pushed."
-            )
-            return
         self._export(args, manager, None, casting)
+
+    def _progress(self) -> dict:
+        """Return the counters of the run under the keys of results.json."""
+        counters = self.state.counters()
+        del counters["best"]
+        names = {"step": "steps", "first_loss": "train_loss_first", "last_loss": "train_loss_last"}
+        return {names.get(name, name): value for name, value in counters.items()}
 
     def _export(
         self, args: Arguments, manager: CheckpointManager, state: TrainState | None, casting
@@ -304,64 +424,54 @@ class Run:
         if args.generate:
             from support.model.generate import generate
 
-            prompt = self._prompt(args, manager.spec, self.facts.get("dataset") or {})
+            prompt = prompt_for(args, manager.spec, self.facts.get("dataset") or {})
             sample = generate(manager.model, casting, manager.spec, prompt, args.seed, self.ctx)
-            self.update(sample=sample)
+            self.facts["sample"] = sample
         if folder and args.push_to_hub:
             from support.model.push import push
 
-            self.update(push=push(self._repository, folder, self.ctx))
+            self.facts["push"] = push(self._repository, folder, self.ctx)
         self.ctx.stop.ignore()  # the run is complete
-        self.complete()
-
-    def complete(self) -> None:
-        """Write the final results (rank 0)."""
-        self.update(status="completed")
+        self.facts["status"] = "completed"
         self._write()
 
-    def _close(self, sample: str | None = None) -> None:
+    def _close(self) -> None:
         """Finish the files of other tools."""
-        self.metrics.close(sample)
-        if self._snapshot:
-            with errors_as_notices(self.ctx):
-                self.ctx.console.print0(self._snapshot.write())
+        self._bar.close()
+        if self.trackers:
+            self.trackers.close()
+        if self.ctx.is_main:
+            self.file.append()  # what did not fit on a full disk before
+        self._draw_losses()
+        with self._errors_as_notices():
+            if self.trace:
+                self.trace.stop()
+            if self._write_snapshot:
+                self.ctx.console.print0(self._write_snapshot())
 
-    @staticmethod
-    def _prompt(args: Arguments, spec: ModelSpec, dataset: dict) -> Prompt:
-        """Return the prompt of --generate: in the chat template if conversations were trained.
+    def _draw_losses(self) -> None:
+        from support.report.loss_curve import draw_losses
 
-        Base models have a chat template, too, so an evaluation only is the other case that uses it.
-        """
-        from support.data.chat import prompt_of
+        if self.ctx.is_main:
+            with self._errors_as_notices(), contextlib.suppress(ModuleNotFoundError):
+                draw_losses(self.file.path)
 
-        kind = dataset.get("kind")  # None before a stream's first row
-        as_chat = kind == "chat" or (args.eval_only and kind != "pair")
-        return prompt_of(args.generate or "", spec.tokenizer, as_chat)
-
-
-def write_json(path: Path, facts: dict, write=atomic.write_text) -> None:
-    """Write results.json; NaN and infinity, which JSON does not have, as null."""
-    write(path, json.dumps(atomic.only_finite(facts), indent=2) + "\n")
-
-
-def read_results(path: Path) -> dict | None:
-    """Return the results.json of an earlier run; None if there is none or it is damaged."""
-    try:
-        results = atomic.read_json(path)
-    except (FileNotFoundError, ValueError):
-        return None
-    if not isinstance(results, dict) or not isinstance(results.get("status"), str):
-        return None
-    return None if results["status"] == "completed" and "steps" not in results else results
+    @contextlib.contextmanager
+    def _errors_as_notices(self) -> Iterator[None]:
+        """Print an error of files for other tools as a notice: training itself is not affected."""
+        try:
+            yield
+        except Exception as error:
+            self.ctx.console.warn(str(explain(error)))
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, so that one process writes at a time, if the disk supports locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def prompt_for(args: Arguments, spec: ModelSpec, dataset: dict) -> Any:
+    """Return the prompt of --generate: in the chat template if conversations were trained.
+
+    Base models have a chat template, too, so an evaluation only is the other case that uses it.
+    """
+    from support.data.chat import prompt_of
+
+    kind = dataset.get("kind")  # None before a stream's first row
+    as_chat = kind == "chat" or (args.eval_only and kind != "pair")
+    return prompt_of(args.generate or "", spec.tokenizer, as_chat)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from support.checkpoints.manager import TrainingObjects
 from support.cli.arguments import Arguments
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
 from support.report import PHASES
-from support.train_state import TrainState
+from support.train_state import TrainingObjects, TrainState
 from support.unwrap import unwrapped
 
 EARLY_MEASURED_STEP = 5  # its memory is measured if early stopping may end the run at any step
@@ -27,57 +27,47 @@ def create_meter(
     ctx: DistContext,
     objects: TrainingObjects,
     spec: ModelSpec,
-    memory_by_phase: MemoryByPhase,
+    memory: MemoryByPhase,
     state: TrainState,
 ) -> StepMeter:
     """Return the meter of this rank's steps, which measures the memory of the last one."""
     module = unwrapped(objects.model)
-    # A loss that is computed from all logits at once keeps their log-probabilities in fp32.
-    all_logits = 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
-        return module.get_output_embeddings().kept_bytes if spec.chunked_loss else all_logits
+        if spec.chunked_loss:
+            return module.get_output_embeddings().kept_bytes
+        # A loss of all logits at once keeps their log-probabilities in fp32.
+        return 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
 
     detailed = args.profile_memory or ctx.simulated
-    peak = memory_by_phase.peak
-    step_memory = StepMemory(module, objects.optimizer, peak, detailed, kept_by_loss)
+    step_memory = StepMemory(module, objects.optimizer, memory.peak, detailed, kept_by_loss)
     ctx.failures.memory_facts.append(step_memory.describe)
     last = state.total_steps
     measured_step = min(last, state.step + EARLY_MEASURED_STEP) if state.patience else last
-    return StepMeter(memory_by_phase, step_memory, ctx.hang.traffic, state.step, measured_step)
+    return StepMeter(memory, step_memory, ctx.hang.traffic, state.step, measured_step)
 
 
+@dataclass
 class StepMeter:
     """Time, memory and traffic of each optimizer step of this rank.
 
     A step starts at the end of the previous update and ends at the end of its own update. On a GPU
     the meter records CUDA events and reads them only in `read`: reading a clock after a kernel
     launch would time the launch, and waiting for the kernels would slow training down.
-
-    Args:
-        memory_by_phase: records the phases of the first step.
-        step_memory: measures the step with the number `measured_step`.
-        first_step: number of steps before those of this process.
-
-    Attributes:
-        steps: seconds by phase (see PHASES) of each step that has been read.
-        first_step_at: end of the first step, in seconds since 1970; None until it was read.
     """
 
-    def __init__(
-        self,
-        memory_by_phase: MemoryByPhase,
-        step_memory: StepMemory,
-        traffic: Traffic,
-        first_step: int,
-        measured_step: int,
-    ):
-        self.memory_by_phase, self.step_memory, self.traffic = memory_by_phase, step_memory, traffic
-        self.first_step, self.measured_step = first_step, measured_step
-        self.step = first_step  # steps that have ended
-        self.steps: list[dict[str, float]] = []
-        self.first_step_at: float | None = None
-        self._cuda = memory_by_phase.device.type == "cuda"
+    memory: MemoryByPhase  # of the phases of the first step
+    step_memory: StepMemory  # of the step with the number `measured_step`
+    traffic: Traffic
+    first_step: int  # steps before those of this process
+    measured_step: int
+    # Seconds by phase (see PHASES) of each step that has been read.
+    steps: list[dict[str, float]] = field(default_factory=list)
+    first_step_at: float | None = None  # end of the first step, in seconds since 1970
+
+    def __post_init__(self) -> None:
+        self.step = self.first_step  # steps that have ended
+        self._cuda = self.memory.device.type == "cuda"
         self._marks: list[tuple[str | None, Any]] = []  # phase, and a CUDA event or seconds
         self._now = dict.fromkeys(PHASES, 0.0)  # seconds of the step that has not ended
         self._last: Any = None  # the last mark that was read
@@ -95,12 +85,12 @@ class StepMeter:
         """Assign the time and the memory since the last mark to a phase of the step (PHASES)."""
         self._mark_time(phase)
         name = "optimizer_step" if phase == "update" else phase
-        self.memory_by_phase.doing = AFTER[name]
+        self.memory.doing = AFTER[name]
         is_first = self.step == self.first_step and phase != "data"
         if is_first or self._measures_memory:
-            self.memory_by_phase.peak.mark()
+            self.memory.peak.mark()
         if is_first:
-            self.memory_by_phase.note(name, mark=False)
+            self.memory.note(name, mark=False)
         if not self._measures_memory:
             return
         if phase == "data":
@@ -112,7 +102,7 @@ class StepMeter:
 
     def after_backward(self) -> None:
         """Count the live tensors of the measured step: after backward all model states exist."""
-        self.memory_by_phase.doing = "the update"
+        self.memory.doing = "the update"
         if self._measures_memory:
             self.step_memory.after_backward()
             self._mark_time(None)
@@ -157,26 +147,26 @@ class StepMeter:
         """Number of slow first steps (compilation, first allocations) that averages exclude."""
         return min(5, (self.step - self.first_step) // 4)
 
-    def speed(self, samples: list[int], tokens: list[int]) -> dict:
+    def speed(self, work: list[tuple[int, int]]) -> dict:
         """Return throughput and step times, without the warm-up steps, by keys of results.json.
 
         A step that was slowed down by the measurement of its memory is excluded, if others exist.
 
         Args:
-            samples, tokens: numbers of each step in `steps`, over all ranks.
+            work: sequences and tokens of each step in `steps`, over all ranks.
         """
-        if not tokens:
+        if not work:
             return {"warmup_steps_excluded": 0}
-        excluded = self.warmup_steps
         slow = self.measured_step - 1 - self.first_step if self.step_memory.slows_down else None
-        all_indices = range(excluded, len(tokens))
-        indices = [index for index in all_indices if index != slow] or [*all_indices]
-        steps = [self.steps[index] for index in indices]
+        after_warmup = range(self.warmup_steps, len(work))
+        chosen = [index for index in after_warmup if index != slow] or [*after_warmup]
+        steps = [self.steps[index] for index in chosen]
+        samples, tokens = (sum(column) for column in zip(*(work[i] for i in chosen), strict=True))
         seconds = sorted(sum(step.values()) for step in steps)
         return {
-            "warmup_steps_excluded": excluded,
-            "samples_per_second": sum(samples[index] for index in indices) / sum(seconds),
-            "tokens_per_second": sum(tokens[index] for index in indices) / sum(seconds),
+            "warmup_steps_excluded": self.warmup_steps,
+            "samples_per_second": samples / sum(seconds),
+            "tokens_per_second": tokens / sum(seconds),
             "step_seconds": {
                 "median": statistics.median(seconds),
                 "p10": seconds[int(0.1 * (len(seconds) - 1))],

@@ -2,49 +2,33 @@
 it.
 """
 
+import contextlib
 import os
+import pty
 import re
-import resource
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import termios
+from fcntl import ioctl
 
 import pytest
-from conftest import (
-    FAULT,
-    SCRIPT,
-    descendants_of_test,
-    finish,
-    free_port,
-    path_without,
-    skip,
-    start,
-)
-
-
-def lines_of(run, name):
-    return [line for line in run.out.splitlines() if line[2:].strip().startswith(name)]
+from conftest import SCRIPT, finish, free_port, path_without, skip, start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher, ranks, strategy",
-    [("python", 1, "infinity"), ("torchrun", 2, "zero3"), ("deepspeed", 2, "dp")],
-)
-def test_machine_that_can_run(script, launcher, ranks, strategy):
-    run = script("--check", "--strategy", strategy, launcher=launcher, ranks=ranks)
-    once = ("Python", "GPU", "compiler", "DeepSpeed ops", "disk", "open files", "memory", "hub")
-    for name in (*once, "rendezvous"):
-        assert len(lines_of(run, name)) == 1, (name, run.out)
-    assert "it can run" in run.out and "❌" not in run.out
-    # deepspeed's launcher logs with the date
-    own = [line for line in run.out.splitlines() if not line.startswith("[2")]
-    assert len(own) < 24 and not run.folder.exists()  # one screen, and nothing is written
-    [communication] = lines_of(run, "communication")
-    assert ranks == 1 or re.search(r"over 2 ranks .* [\d.]+ GB/s, \d+ µs", communication)
-    if strategy == "infinity":
-        assert re.search(r"GB free, writes \d+\.\d\d and reads", run.out)
+@pytest.mark.parametrize("launcher, ranks", [("python", 1), ("torchrun", 2), ("deepspeed", 2)])
+def test_machine_that_can_run(script, launcher, ranks):
+    run = script("--check", "--strategy", "infinity", launcher=launcher, ranks=ranks)
+    lines = [line for line in run.out.splitlines() if not line.startswith("[2")]  # of deepspeed
+    assert [line.split()[1] for line in lines] == (
+        "Python GPU DeepSpeed NVMe disk open memory hub communication rendezvous --strategy"
+    ).split()
+    assert "it can run" in run.out and "❌" not in run.out and not run.folder.exists()
+    assert ranks == 1 or re.search(r"over 2 ranks .* [\d.]+ GB/s, \d+ µs", run.out)
+    assert re.search(r"GB free, writes \d+\.\d\d and reads", run.out)
 
 
 @pytest.mark.slow
@@ -53,14 +37,13 @@ def test_two_nodes_under_srun(slurm, script):
     process = start([*srun, sys.executable, SCRIPT, "--check"])
     out, err = finish(process, 120)
     assert process.returncode == 0, out + err
-    assert "on node1, node2" in out and "2 nodes" in out and "Slurm" in out
+    assert "on node1, node2" in out and "2 nodes" in out and "--cpus-per-task" in out
 
 
 def test_without_libaio(script, without_libaio):
     run = script("--check", "--strategy", "infinity", env=without_libaio, ok=False)
     assert run.code == 1 and "libaio-dev" in run.out and "❌ --strategy infinity" in run.out
-    other = script("--check", "--strategy", "zero2", env=without_libaio)
-    assert "libaio-dev" in other.out and "it can run" in other.out
+    assert "it can run" in script("--check", "--strategy", "zero2", env=without_libaio).out
 
 
 def test_without_a_compiler(script, tmp_path):
@@ -77,25 +60,12 @@ def test_hub_out_of_reach(script, tmp_path):
     assert run.code == 1 and "HF_HUB_OFFLINE" in run.out
 
 
-def limited(command, files):
-    """Run a command with a limit on open files; returns exit code and output."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.mark.slow
-def test_few_open_files(tmp_path):
-    code, out = limited([sys.executable, SCRIPT, "--check"], 100)
-    assert code == 1 and "ulimit -n 65536" in out
-    code, out = limited([sys.executable, SCRIPT, "--max_steps", "2", "--output_dir", tmp_path], 12)
-    assert code != 0 and "Too many open files" in out and "ulimit -n 65536" in out
+def test_few_open_files():
+    command = ["bash", "-c", f"ulimit -n 100; exec {sys.executable} {SCRIPT} --check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "ulimit -n 65536" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_full_disk(tmp_path):
@@ -121,30 +91,15 @@ def test_port_that_is_taken(script):
 # ------------------------------------------------------------------------------- errors with advice
 
 
-def broken_compiler(folder):
-    """A compiler that compiles nothing."""
-    fails = 'case "$*" in *-c\\ *) echo "shm.cpp:1:1: error: planted" >&2; exit 1;; esac'
-    (folder / "broken").write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
-    (folder / "broken").chmod(0o755)
-    return folder / "broken"
-
-
 def test_compilers_first_error_is_shown(script, tmp_path):
-    """A compiler that is there and fails."""
-    env = {"CXX": broken_compiler(tmp_path), "TORCH_EXTENSIONS_DIR": tmp_path / "new"}
+    compiler = tmp_path / "broken"
+    fails = 'case "$*" in *-c\\ *) echo "shm.cpp:1:1: error: planted" >&2; exit 1;; esac'
+    compiler.write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    env = {"CXX": compiler, "TORCH_EXTENSIONS_DIR": tmp_path / "new"}
     run = script("--strategy", "offload", "--max_steps", "1", env=env, ok=False)
     assert run.code == 2 and "error: planted" in run.error and "--check" in run.error
     assert run.results["error_kind"] == "missing_requirement"
-
-
-@pytest.mark.slow
-def test_collective_that_waits_too_long(script):
-    """One rank sleeps in the middle of training."""
-    work = "--seq_length 32 --max_steps 8 --no_eval --no_export --ddp_timeout 4".split()
-    ranks = {"launcher": "torchrun", "ranks": 2, "program": FAULT, "env": {"FAULT": "hang:1:3"}}
-    run = script(*work, **ranks, ok=False, timeout=90)
-    assert "--ddp_timeout" in run.error and run.results["status"] == "failed"
-    assert descendants_of_test() == []
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -158,19 +113,6 @@ def test_help_fits_80_columns_and_names_every_group():
     assert [name for name in (*groups, "exit codes") if f"\n{name}:" not in out] == []
 
 
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (["--strategy", "zero-2"], "zero2"),
-        (["--stratgy", "zero2"], "did you mean --strategy"),
-        (["--report_to", "tensorbord"], "not in tensorboard, wandb"),
-    ],
-)
-def test_misspelt_flags_and_values(script, args, said):
-    run = script(*args, ok=False)
-    assert run.code == 2 and said in run.error
-
-
 def test_quiet(script):
     work = "--quiet --max_steps 2 --seq_length 32 --no_eval --no_export --num_samples 100000"
     run = script(*work.split())
@@ -179,35 +121,23 @@ def test_quiet(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, 200])
-def test_live_bar_on_a_terminal(tmp_path, columns):
-    """In a pseudo-terminal of that width; test_output.py has plain lines where output is a file."""
-    import pty
-    import struct
-    import termios
-    from fcntl import ioctl
-
+def test_live_bar_on_a_terminal(tmp_path):
+    """In a pseudo-terminal of 80 columns; test_output.py has the lines of a file."""
     ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    work = "--max_steps 30 --seq_length 64 --save_every 20 --no_export".split()
-    folders = ["--output_dir", str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
-    command = [sys.executable, str(SCRIPT), *work, *folders]
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    work = "--max_steps 30 --seq_length 64 --save_every 20 --no_export --output_dir".split()
+    command = [sys.executable, SCRIPT, *work, str(tmp_path)]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # the other side has gone
-            break
-        shown += part
-    assert process.wait() == 0
+    with contextlib.suppress(OSError):  # the other side has gone
+        while part := os.read(ours, 65536):
+            shown += part
     text = re.sub(r"\x1b\[[A-Z0-9]*", "", shown.decode())
     pieces = [piece.strip("\n") for piece in re.split(r"\r\n|\r|\n", text)]
     bars = [piece for piece in pieces if re.match(r"Epoch 1 \d+/30 \|", piece)]
-    assert any("loss" in bar and "tok/s" in bar for bar in bars) and max(map(len, bars)) <= columns
-    for what in ("Tokenizing", "Evaluation", "Saving a checkpoint"):
-        assert any(piece.startswith(what) for piece in pieces), what
+    assert process.wait() == 0 and max(map(len, bars)) <= 80
+    assert any("loss" in bar and "tok/s" in bar for bar in bars)
     assert "Epoch 1 | Batch 29/30 | Loss" in text
 
 
@@ -218,13 +148,12 @@ def test_live_bar_on_a_terminal(tmp_path, columns):
 def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
     """Stopped, resumed, and one curve in the end."""
     work = "--max_steps 12 --seq_length 32 --logging_steps 2 --report_to tensorboard,wandb"
-    work += " --project students --tags tiny,short --no_export --eval_samples 4 --save_every 5"
+    work += " --project students --tags tiny --no_export --eval_samples 4 --save_every 5"
     env, folder = {"WANDB_MODE": "offline"}, tmp_path / "out"
     args = [*work.split(), "--run_name", "the first", "--output_dir", folder]
     script(*args, env=env, folder=folder)
-    (folder / "checkpoints" / "latest").unlink()
     shutil.rmtree(folder / "checkpoints" / "step-00000010")
-    run = script(*args, "--resume", "--generate", "The", env=env, folder=folder)
+    run = script(*args, "--resume", env=env, folder=folder)
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -233,12 +162,10 @@ def test_tensorboard_and_wandb_have_what_metrics_have(script, tmp_path):
     losses = events.Scalars("train/loss")
     assert [event.step for event in losses] == list(range(1, 13))
     assert [event.value for event in losses] == pytest.approx(run.losses)
-    tags = events.Tags()
     curves = {"train/lr", "train/grad_norm", "train/tokens_per_second", "eval/loss"}
-    assert curves | {"memory_gb/rank0"} <= set(tags["scalars"])
-    assert {"arguments/text_summary", "sample/text_summary"} <= set(tags["tensors"])
+    assert curves <= set(events.Tags()["scalars"])
 
-    name = (folder / "wandb-run.txt").read_text().split()[0]
+    name = (folder / "wandb-run.txt").read_text().strip()
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2 and all(name in file.name for file in files)  # two sessions of one run
     written = b"".join(file.read_bytes() for file in files)

@@ -6,29 +6,27 @@ import pytest
 SEQ_LENGTH, BLOCKS = 48, 7  # a number of blocks that 2 does not divide
 
 
+def loss_by_transformers(model: str, rows) -> float:
+    """The mean loss of blocks, which all have the same number of targets."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model).float().eval()
+    with torch.no_grad():
+        losses = [model(input_ids=row, labels=row).loss.item() for row in torch.tensor(rows)]
+    return np.mean(losses)
+
+
 @pytest.fixture(scope="module")
 def expected(llama, text_file):
-    """Loss by transformers alone, over the blocks that the documentation promises: the last tenth
-    of the corpus.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """The loss over the blocks that the documentation promises: the last tenth of the corpus."""
+    from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(llama)(text_file.read_text(), add_special_tokens=False)[
-        "input_ids"
-    ]
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    ids = tokenizer(text_file.read_text(), add_special_tokens=False)["input_ids"]
     total = len(ids) // SEQ_LENGTH
-    held_out = total // 10
-    blocks = np.array(ids[: total * SEQ_LENGTH]).reshape(total, SEQ_LENGTH)[total - held_out :][
-        :BLOCKS
-    ]
-    model = AutoModelForCausalLM.from_pretrained(llama).float().eval()
-    with (
-        torch.no_grad()
-    ):  # all blocks have the same number of targets, so the mean of their means is the token mean
-        return np.mean(
-            [model(input_ids=row, labels=row).loss.item() for row in torch.tensor(blocks)[:, None]]
-        )
+    blocks = np.array(ids[: total * SEQ_LENGTH]).reshape(total, 1, SEQ_LENGTH)
+    return loss_by_transformers(llama, blocks[total - total // 10 :][:BLOCKS])
 
 
 @pytest.mark.parametrize("strategy, ranks", [("dp", 1), ("dp", 2), ("zero3", 2), ("fsdp", 2)])
@@ -49,17 +47,13 @@ def test_evaluation_equals_transformers(script, llama, text_file, expected, stra
 
 
 def test_perplexity_of_a_whole_document(script, llama, tmp_path):
-    """A document of several chunks and a Llama-style tokenizer: transformers alone finds the same
-    perplexity.
-    """
+    """A document of several chunks and a Llama-style tokenizer."""
     import shutil
     from pydoc_data.topics import topics
 
     import torch
     from tokenizer_zoo import tokenizer_of
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from support.model.weights import as_dtype
 
     folder, file = tmp_path / "model", tmp_path / "text.txt"
     shutil.copytree(llama, folder)
@@ -74,19 +68,10 @@ def test_perplexity_of_a_whole_document(script, llama, tmp_path):
     file.write_text("\n".join(topics[name] for name in sorted(topics))[:150_000])
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, **as_dtype(torch.float32)).eval()
     ids = tokenizer(file.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
-    blocks = torch.tensor(ids[: len(ids) // 128 * 128]).view(-1, 128)
-    with torch.no_grad():
-        losses = [
-            model(input_ids=some, labels=some).loss.double() * len(some)
-            for some in blocks.split(32)
-        ]
-    run = script(
-        *f"--model {folder} --dataset {file} --validation_file {file} --eval_only --seq_length 128".split(),
-        *"--batch_size 16 --precision fp32".split(),
-    )
+    blocks = np.array(ids[: len(ids) // 128 * 128]).reshape(-1, 1, 128)
+    flags = f"--model {folder} --dataset {file} --validation_file {file} --eval_only".split()
+    run = script(*flags, *"--seq_length 128 --batch_size 16 --precision fp32".split())
     assert run.results["dataset"]["validation"]["tokens"] == len(ids)
-    assert run.results["perplexity"] == pytest.approx(
-        float(torch.exp(sum(losses) / len(blocks))), rel=1e-5
-    )
+    expected = np.exp(loss_by_transformers(folder, blocks))
+    assert run.results["perplexity"] == pytest.approx(expected, rel=1e-5)

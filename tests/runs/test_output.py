@@ -113,11 +113,11 @@ def test_a_flag_of_another_strategy_is_ignored_with_one_line(script, tmp_path):
 
 
 def test_default_output_dir_is_new_for_each_run(begin, tmp_path):
-    flags = "--seq_length 32 --max_steps 1 --no_eval".split()
+    flags = "--seq_length 32 --max_steps 2 --no_eval".split()
     command = [*launcher_command("python", 1), SCRIPT, *flags]
     finish(begin(command, cwd=tmp_path), 60)
     [folder] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"tiny-gpt2-dp-\d{8}-\d{6}", folder.name)
     assert {file.name for file in folder.iterdir()} == {
-        *("results.json", "metrics.jsonl", ".lock", "hf")
+        *("results.json", "metrics.jsonl", "loss.png", ".lock", "hf")
     }

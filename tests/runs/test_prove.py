@@ -41,7 +41,7 @@ def differences(run) -> list[list[float]]:
 
 @pytest.fixture
 def pairs(tmp_path) -> Path:
-    """Answers of 1 to 8 words, so that micro-batches of one sequence have different token counts."""
+    """Answers of 1 to 12 words, so that micro-batches have different token counts."""
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": "the quick brown fox", "completion": " dog" * n} for n in range(1, 13)]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -75,13 +75,9 @@ def test_accumulation_that_averages_means_is_found(prove, llama, pairs):
 
 
 @pytest.mark.parametrize(
-    "flags, says",
-    [
-        (["--resume", "x"], "--prove and --resume cannot both hold"),
-        (["--optim", "sgd"], "leave --optim sgd out"),
-        (["--model", "no/such/folder/"], "no such folder"),
-    ],
+    "flag, says",
+    [("--resume x", "--prove and --resume cannot both hold"), ("--optim sgd", "leave --optim sgd")],
 )
-def test_wrong_usage(script, flags, says):
-    run = script(*flags, "--prove", ok=False)
+def test_wrong_usage(script, flag, says):
+    run = script(*flag.split(), "--prove", ok=False)
     assert run.code == 2 and says in run.error

@@ -12,6 +12,7 @@ import torch
 
 from support.checkpoints import manager as checkpoint
 from support.cluster import tuning as devices
+from support.commands import check as checks
 from support.data import batches as data
 from support.errors import UserError
 from support.memory import measure as memory
@@ -199,3 +200,12 @@ def test_precision_on_a_gpu(monkeypatch, capability, asked, chosen):
             devices.choose_precision(asked, GPU)
     else:
         assert devices.choose_precision(asked, GPU) == chosen
+
+
+@pytest.mark.parametrize("others, status", [(GB, checks.OK), (30 * GB, checks.WARNING)])
+def test_check_shows_the_gpu_and_who_holds_it(monkeypatch, others, status):
+    Memory(monkeypatch, outside=others)
+    gpu = SimpleNamespace(name="NVIDIA A100", major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    line = checks._gpu(None, SimpleNamespace(device=GPU, precision="bf16"))
+    assert line.status == status and "compute capability 8.0" in line.text

@@ -2,6 +2,7 @@
 measuring memory.
 """
 
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from support.report import PHASES, step_meter
-from support.report import metrics_log as metering
 from support.report import peak_flops as peaks
 from support.report.metrics_file import MetricsFile, read_metrics
+from support.report.run import Run
 from support.report.step_meter import StepMeter
 from support.train_state import TrainState
 
@@ -36,70 +37,69 @@ def clock(monkeypatch):
     return clock
 
 
-def open_metrics(tmp_path, clock, bar=False, **flags) -> metering.MetricsLogger:
+def open_run(tmp_path, clock, bar=False, device="cpu", **flags) -> Run:
     """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and
     StepMemory `PAUSE`.
     """
-    flags |= {"logging_steps": 1, "streaming": False, "report_to": [], "tags": [], "profile": None}
-    args = SimpleNamespace(batch_size=2, gradient_accumulation_steps=1, **flags)
-    run = SimpleNamespace(
-        device=torch.device("cpu"),
-        is_main=True,
-        simulated=False,
-        precision="fp32",
-        hang=SimpleNamespace(traffic=MagicMock()),
-        failures=SimpleNamespace(flushes=[]),
-        world_size=1,
-        all_gather=lambda value: [value],
-        console=SimpleNamespace(
-            print0=lambda text: None, bar=lambda *a, **k: MagicMock(disable=not bar)
-        ),
+    console = SimpleNamespace(
+        print0=lambda text: None, bar=lambda *a, **k: MagicMock(disable=not bar)
     )
-    state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
+    ctx = SimpleNamespace(device=SimpleNamespace(type=device), is_main=True, simulated=False)
+    ctx.console, ctx.precision = console, "fp32"
+    run = Run(ctx, tmp_path, {})
+    run.args = SimpleNamespace(logging_steps=1, streaming=False, **flags)
+    run.state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
     step_memory = MagicMock(slows_down=False)
     for name in ("begin", "mark", "after_backward", "end"):
         getattr(step_memory, name).side_effect = lambda *_: clock.work(PAUSE)
-    memory_by_phase = MagicMock(device=run.device)
-    memory_by_phase.device_bytes.return_value = {"allocated": 2**30}
-    meter = StepMeter(memory_by_phase, step_memory, MagicMock(), 0, STEPS)
-    metrics = metering.MetricsLogger(args, run, tmp_path, state, meter)
-    metrics.trackers = MagicMock(active=False)
-    metrics.trackers.log.side_effect = lambda record: clock.work(LOG)
-    return metrics
+    run.memory = MagicMock(device=torch.device("cpu"))
+    run.meter = StepMeter(run.memory, step_memory, MagicMock(), 0, STEPS)
+    run.file = MetricsFile(tmp_path / "metrics.jsonl", console)
+    run.trackers = MagicMock()
+    run.trackers.log.side_effect = lambda record: clock.work(LOG)
+    return run
 
 
-def train(metrics, clock, steps: int) -> None:
+def train(run, clock, steps: int) -> None:
     for _ in range(steps):
         for phase in PHASES:
             clock.work(COMPUTE / 4)
-            metrics.mark(phase)
+            run.meter.mark(phase)
             if phase == "backward":
-                metrics.after_backward()
-        metrics._state.advance()
-        metrics.end_step(torch.ones(()), 0.1, None, torch.tensor(16))
+                run.meter.after_backward()
+        run.state.advance()
+        run.log_step(torch.ones(()), 0.1, None, torch.tensor(16))
 
 
 def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     """The last step is the one whose memory is measured; its log is in no step."""
-    metrics = open_metrics(tmp_path, clock)
-    metrics.start_epoch()
-    train(metrics, clock, 7)
+    run = open_run(tmp_path, clock)
+    run.start_epoch()
+    train(run, clock, 7)
     clock.work(PAUSE)  # a save
-    metrics.meter.pause()
-    train(metrics, clock, 2)
-    metrics.flush()  # a checkpoint asks for them
+    run.meter.pause()
+    train(run, clock, 2)
+    run.flush()  # a checkpoint asks for them
     clock.work(PAUSE)  # an evaluation in the middle of an epoch
-    metrics.start_epoch()
-    train(metrics, clock, STEPS - 9)
+    run.start_epoch()
+    train(run, clock, STEPS - 9)
     each = [COMPUTE] + [COMPUTE + LOG] * (STEPS - 1)  # nothing was logged before the first
-    assert [sum(step.values()) for step in metrics.meter.steps] == pytest.approx(each)
-    speed = metrics.speed()
+    assert [sum(step.values()) for step in run.meter.steps] == pytest.approx(each)
+    speed = run.meter.speed(run._work)
     assert speed["warmup_steps_excluded"] == 3
     assert speed["tokens_per_second"] == pytest.approx(16 / (COMPUTE + LOG))
     assert speed["step_seconds"]["median"] == pytest.approx(COMPUTE + LOG)
     assert sum(speed["step_phases_seconds"].values()) == pytest.approx(COMPUTE + LOG)
     assert speed["step_phases_seconds"]["data"] == pytest.approx(COMPUTE / 4 + LOG)
-    assert metrics._state.training_seconds == pytest.approx(sum(each))
+    assert run.state.training_seconds == pytest.approx(sum(each))
+
+
+def test_the_bar_shows_the_loss_of_each_step(tmp_path, clock):
+    run = open_run(tmp_path, clock, bar=True)
+    run.start_epoch()
+    train(run, clock, STEPS)
+    shown = [call.args[0] for call in run._bar.set_postfix_str.call_args_list]
+    assert len(shown) == STEPS and all("loss 1.000" in text for text in shown)
 
 
 MFU_OF = [  # name, precision, TFLOP/s
@@ -134,18 +134,32 @@ def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
     """A GPU's losses stay on the device until a line is logged; trackers drop a step that comes
     after a later one.
     """
-    metrics = open_metrics(tmp_path, clock)
-    metrics._ctx.device = SimpleNamespace(type="cuda")
-    metrics._args.logging_steps = 10
-    metrics.start_epoch()
-    train(metrics, clock, steps=4)
-    metrics.start_evaluation()
-    metrics.log_evaluation(1.0)
-    train(metrics, clock, steps=2)
-    metrics.flush()
-    logged = [call.args[0] for call in metrics.trackers.log.call_args_list]
+    run = open_run(tmp_path, clock)
+    run.ctx.device.type = "cuda"
+    run.args.logging_steps = 10
+    run.start_epoch()
+    train(run, clock, steps=4)
+    run.start_evaluation()
+    run.log_evaluation(1.0)
+    train(run, clock, steps=2)
+    run.flush()
+    logged = [call.args[0] for call in run.trackers.log.call_args_list]
     assert [record["step"] for record in logged] == [1, 2, 3, 4, 4, 5, 6]
     assert "eval_loss" in logged[4]
+
+
+def test_losses_are_drawn_next_to_the_metrics(tmp_path, clock, monkeypatch):
+    from matplotlib.image import imread
+
+    run = open_run(tmp_path, clock)
+    for step in (1, 2, 3):
+        run.file.append({"step": step, "loss": 3.0 - step / 10}, {"step": step, "eval_loss": 3.0})
+    run._draw_losses()
+    assert imread(tmp_path / "loss.png").shape == (400, 700, 4)
+    (tmp_path / "loss.png").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    run._draw_losses()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, monkeypatch):

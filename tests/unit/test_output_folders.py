@@ -74,7 +74,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     import fcntl
 
     from support.files import atomic as files
-    from support.report.results import lock_folder
 
     left = tmp_path / f"x-{platform.node()}-1"
     left.mkdir()
@@ -84,7 +83,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert lock_folder(tmp_path) is None
+    assert files.lock(tmp_path / "lock") is None
     files.TemporaryFolder(tmp_path, "x-").remove()
     assert left.exists()  # whose owner may live
 
@@ -115,12 +114,11 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
         check_model_path(parse_arguments(["--model", str(tmp_path)]))
 
 
-def test_a_folder_that_not_all_nodes_share_names_only_flags_that_are_not_given(tmp_path):
-    from support.cli.parse import parse_arguments
+def test_a_folder_that_not_all_nodes_share_is_refused(tmp_path):
     from support.errors import UserError
     from support.report.results import check_all_see
 
     (tmp_path / ".lock").touch()
     ctx = SimpleNamespace(all_gather=lambda own: [own, "node2"])
-    with pytest.raises(UserError, match=r"node2 shares with rank 0: .* add --no_save\.$"):
-        check_all_see(tmp_path, ctx, parse_arguments(["--no_export"]))
+    with pytest.raises(UserError, match=r"node2 shares with rank 0"):
+        check_all_see(tmp_path, ctx)

@@ -1,9 +1,7 @@
 """Settings, advice and names of files that follow from the flags."""
 
-import platform
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -37,21 +35,6 @@ def test_the_split_that_fits_is_the_largest(batch_size):
         ]
         wanted = next((split for split in splits if limits.hold(predict(split, "zero2"))), None)
         assert fitting_split(work, "zero2", limits.hold) == wanted
-
-
-@pytest.mark.parametrize("nodes, host_is_named", [(1, False), (2, True)])
-def test_results_of_several_machines_name_their_host(nodes, host_is_named):
-    from types import SimpleNamespace
-
-    from support.report.summary import say_files
-
-    lines = []
-    console = SimpleNamespace(print0=lines.append)
-    ctx = SimpleNamespace(nodes=nodes, console=console, simulated=False)
-    say_files(ctx, Path("runs/my x/results.json"))
-    assert lines[0].startswith("📁 runs/my x/results.json")
-    assert (platform.node() in lines[0]) == host_is_named
-    assert lines[1].endswith("python scripts/report.py 'runs/my x'")
 
 
 def test_bucket_sizes_of_any_model():

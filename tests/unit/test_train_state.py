@@ -15,14 +15,10 @@ def test_the_last_step_of_an_epoch_has_the_remaining_sequences():
     state, seen = state_of(), []
     while not state.finished:
         state.advance()
-        seen.append((state.samples, state.epoch, state.at_end_of_epoch, state.evaluation_is_due))
+        seen.append((state.samples, state.epoch, state.evaluation_is_due))
     assert seen == [
-        (4, 1, False, False),
-        (8, 1, False, False),
-        (10, 2, True, True),
-        (14, 2, False, False),
-        (18, 2, False, False),
-        (20, 3, True, True),
+        *((4, 1, False), (8, 1, False), (10, 2, True)),
+        *((14, 2, False), (18, 2, False), (20, 3, True)),
     ]
 
 
@@ -36,16 +32,13 @@ def test_evaluations_by_steps_and_at_the_end():
 
 def test_early_stopping_counts_evaluations_without_improvement():
     state = state_of(patience=2, eval_every=1)
-    for loss, waited, stopped in [
-        (2.0, 0, False),
-        (2.5, 1, False),
-        (1.5, 0, False),
-        (float("nan"), 1, False),
-        (1.6, 2, True),
-    ]:
+    state.add_evaluation(1.0)  # before training: not the best
+    seen = []
+    for loss in (2.0, 2.5, 1.5, float("nan"), 1.6):
         state.advance()
         state.add_evaluation(loss)
-        assert (state.best["waited"], state.stopped_early) == (waited, stopped)
+        seen.append((state.best["waited"], state.stopped_early))
+    assert seen == [(0, False), (1, False), (0, False), (1, False), (2, True)]
     assert state.best["loss"] == 1.5 and state.best["step"] == 3 and state.finished
 
 
@@ -57,29 +50,11 @@ def test_a_repeated_evaluation_after_a_resume_does_not_count():
     assert state.best["waited"] == 0 and not state.finished
 
 
-def test_an_evaluation_before_training_is_not_the_best():
-    state = state_of()
-    state.add_evaluation(1.0)
-    assert state.best is None
-
-
 def test_a_resumed_run_continues_the_counters():
     args = parse_arguments(["--batch_size", "4", "--max_steps", "6"])
-    state = state_of()
-    for loss in (3.0, 2.0):
-        state.advance()
-        state.add_measurement(loss, 32, 0.5)
+    state = state_of(tokens=64, training_seconds=1.0, first_loss=3.0, last_loss=2.0)
+    state.advance()
     saved = state.counters()
+    assert saved["step"] == 1 and saved["samples"] == 4 and saved["tokens"] == 64
     resumed = train_state(saved, SimpleNamespace(num_sequences=10), args, world_size=1)
-    assert resumed.counters() == saved and resumed.first_step == 2
-    resumed.advance()
-    resumed.add_measurement(1.0, 16, 0.5)
-    assert resumed.counters() == {
-        "step": 3,
-        "samples": 10,
-        "tokens": 80,
-        "best": None,
-        "training_seconds": 1.5,
-        "first_loss": 3.0,
-        "last_loss": 1.0,
-    }
+    assert resumed.counters() == saved and resumed.first_step == 1
