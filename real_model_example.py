@@ -66,9 +66,8 @@ from support.model import resolve as models
 from support.model.loss import next_token_loss
 from support.report.run import Run
 from support.strategies import gradients
-from support.strategy import STRATEGIES
-from support.train_state import TrainState
-from support.unwrap import is_fsdp_module
+from support.tables import STRATEGIES
+from support.train_state import TrainState, is_fsdp_module
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:

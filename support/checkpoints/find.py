@@ -20,8 +20,8 @@ from support.cluster.context import DistContext
 from support.data.tokenize import tokenizer_fingerprint
 from support.errors import UserError
 from support.files.user_files import shown
-from support.optimizers import OPTIMIZERS
-from support.unwrap import full_shape, unwrapped
+from support.tables import OPTIMIZERS
+from support.train_state import full_shape, unwrapped
 
 Found = tuple[Path, dict]  # a checkpoint's folder and its manifest
 INFORMATIONAL_FLAGS = """

@@ -9,45 +9,40 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from support.errors import UserError
 from support.files.user_files import did_you_mean, shown
 
-REPORTERS = ("tensorboard", "wandb")
-# Words in the value of --fsdp.
-FSDP_OPTIONS = """
-    full_shard shard_grad_op no_shard hybrid_shard hybrid_shard_zero2 auto_wrap offload
-    """.split()
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
+
+
+def _number(kind: Callable, is_valid: Callable, what: str, text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        if is_valid(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}")
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
     """Return a type for whole numbers from `low` to `high`, also with a decimal point (3.0)."""
-
-    def parse(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if low <= (value := int(re.sub(r"\.0*$", "", text))) <= high:
-                return value
-        problem = f"is not a whole number from {low} to {high:,}"
-        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
-
-    return parse
+    what = f"a whole number from {low} to {high:,}"
+    return partial(
+        _number, lambda text: int(text.removesuffix(".0")), lambda x: low <= x <= high, what
+    )
 
 
 def real(high: float, zero: bool = False, below: bool = False) -> Callable[[str], float]:
     """Return a type for numbers above 0 (or 0, if `zero`) to `high` (or below it, if `below`)."""
 
-    def parse(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            value = float(text)
-            if 0 < value < high or (zero and value == 0) or (not below and value == high):
-                return value
-        limits = f"{'from' if zero else 'above'} 0 {'and below' if below else 'to'} {high:g}"
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number {limits}")
+    def is_valid(x: float) -> bool:
+        return 0 < x < high or (zero and x == 0) or (not below and x == high)
 
-    return parse
+    limits = f"{'from' if zero else 'above'} 0 {'and below' if below else 'to'} {high:g}"
+    return partial(_number, float, is_valid, f"a number {limits}")
 
 
 # The limits are far above any useful value, and low enough for every loop, product and conversion.
@@ -121,24 +116,29 @@ def tags(text: str) -> list[str]:
     return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
-def reporters(text: str) -> list[str]:
-    """Parse the trackers of --report_to; Trainer's "none" is no tracker."""
-    return _known((name for name in tags(text) if name != "none"), REPORTERS)
+def some_of(known: str, synonyms: dict[str, str]) -> Callable[[str], list[str]]:
+    """Return a type for a list of known words, with commas or spaces between.
+
+    Args:
+        synonyms: other texts of the whole value.
+    """
+
+    def parse(text: str) -> list[str]:
+        words = synonyms.get(text.lower(), text).replace(",", " ").split()
+        if unknown := [word for word in words if word not in known.split()]:
+            problem = f"{shown(unknown[0])} is not in {', '.join(known.split())}"
+            raise argparse.ArgumentTypeError(problem)
+        return list(dict.fromkeys(words))
+
+    return parse
 
 
-def fsdp_options(text: str) -> str:
-    """Parse the options of --fsdp, as Trainer has them; empty, as its default, is no FSDP."""
-    options = {"false": "", "true": "full_shard auto_wrap"}.get(text.lower(), text)
-    return " ".join(_known(options.replace(",", " ").split(), FSDP_OPTIONS))
-
-
-def _known(words: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the words, and check that all of them are known."""
-    words = list(words)
-    for word in words:
-        if word not in known:
-            raise argparse.ArgumentTypeError(f"{shown(word)} is not in {', '.join(known)}")
-    return words
+reporters = some_of("tensorboard wandb", {"none": ""})
+# The options of --fsdp, as Trainer has them; empty, as its default, is no FSDP.
+fsdp_options = some_of(
+    "full_shard shard_grad_op no_shard hybrid_shard hybrid_shard_zero2 auto_wrap offload",
+    {"false": "", "true": "full_shard auto_wrap"},
+)
 
 
 class Options(argparse.Namespace):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import threading
 
-from support.cli.arguments import Arguments, datasets_of
-from support.cli.paths import is_local_dataset, is_local_model
-from support.errors import UserError, first_line
+from support.cli.arguments import Arguments
+from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
+from support.errors import UserError, redact, refused_as
 from support.files.cache import has_dataset, huggingface_home, missing_of_model
-from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
-from support.redaction import redact
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 
@@ -29,12 +28,7 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
     Raises:
         UserError: without --check: something is missing without the hub.
     """
-    model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
-    datasets = [
-        "Salesforce/wikitext" if name == "wikitext" else name
-        for name, _ in datasets_of(args)
-        if name != "pydocs" and not is_local_dataset(name)
-    ]
+    model, datasets = names_on_hub(args)
     pushes = args.push_to_hub and is_main
     reads = (model or datasets or pushes) and (is_node_leader or (args.streaming and datasets))
     set_offline, url = is_set_offline(), endpoint()
@@ -44,15 +38,15 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
     if not reads:
         return True, None
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
-    reason = "HF_HUB_OFFLINE is set" if set_offline else unreachable
+    reason = redact("HF_HUB_OFFLINE is set" if set_offline else unreachable)
     problem = _missing(args, None if scratch_without_hub(args) else model, datasets)
     if pushes:
         problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
     if problem and not args.check:
         raise UserError(f"{reason}, and {problem}")
     if is_main and not (problem or set_offline or args.quiet):
-        print(redact(f"ℹ️  {reason}: using what is in the cache."))
-    return True, redact(f"{reason}, and {problem}") if problem else None
+        print(f"ℹ️  {reason}: using what is in the cache.")
+    return True, f"{reason}, and {problem}" if problem else None
 
 
 def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
@@ -63,10 +57,9 @@ def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
         missing += missing_of_model(model, with_weights, args.model_revision)
     if not missing:
         return ""
-    home = shlex.quote(str(huggingface_home()))
     return (
         f"the cache has no {' and no '.join(missing)}. Run the same command with --prefetch where "
-        f"there is a network (a cluster's head node), with HF_HOME={home}, then set "
+        f"there is a network, with HF_HOME={shlex.quote(str(huggingface_home()))}, then set "
         "HF_HUB_OFFLINE=1; or name local files and folders; or use --dataset pydocs, and a GPT-2 "
         "with --from_scratch or --model tiny-gpt2, which need no hub."
     )
@@ -84,28 +77,19 @@ def download_config(model: str) -> str:
         UserError: there is no such model, the user has no access, or the hub does not answer.
     """
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     offline = is_local_model(model) or is_set_offline() or not answers(endpoint())
-    try:
+    unreachable = ", which cannot be reached, or in its cache" if offline else ""
+    with refused_as(
+        f"--model {model}: no such file or folder, and no config.json on the hub "
+        f"{redact(endpoint())}{unreachable} (--help has some names; a gated model needs HF_TOKEN)"
+    ):
         return hf_hub_download(model, "config.json", local_files_only=offline)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reached = "which cannot be reached, or in its cache" if offline else first_line(error)
-        raise UserError(
-            f"--model {model}: no such file or folder, and no config.json on the hub "
-            f"{redact(endpoint())} ({redact(reached)}). --help has some names; a gated model needs "
-            "HF_TOKEN."
-        ) from error
 
 
 def is_set_offline() -> bool:
     """Return whether the user's environment forbids the use of the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-
-
-def scratch_without_hub(args: Arguments) -> bool:
-    """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
-    return args.from_scratch and args.model in GPT2_SHAPES
 
 
 def answers(url: str) -> bool:
@@ -120,21 +104,16 @@ def answers(url: str) -> bool:
 
     answered = threading.Event()
     # urllib takes user:password for a part of the host's name.
-    url = re.sub("//[^/?#]*@", "//", url)
+    head = urllib.request.Request(re.sub("//[^/?#]*@", "//", url), method="HEAD")
 
     def ask() -> None:
-        try:
-            head = urllib.request.Request(url, method="HEAD")
-            urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()
-        except urllib.error.HTTPError:
-            pass  # an error page is an answer
-        except (OSError, ValueError, http.client.HTTPException):
-            return
-        answered.set()
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()
+            answered.set()
 
     # In a thread, to limit the total time: the name lookup and each address have their own limits.
-    thread = threading.Thread(target=ask, daemon=True)
     if url.startswith(("http://", "https://")):
-        thread.start()
-        thread.join(PROBE_SECONDS)
+        threading.Thread(target=ask, daemon=True).start()
+        answered.wait(PROBE_SECONDS)
     return answered.is_set()

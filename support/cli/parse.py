@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from typing import Any
 
 from support import PROJECT
-from support.cli.aliases import DEFAULTS_DIFFER, IGNORED, convert_trainer, expand
 from support.cli.arguments import Arguments, Dataset
-from support.cli.conflicts import refuse_conflicts
+from support.cli.checks import refuse_conflicts
 from support.cli.ds_config import choose_strategy, configured_strategy, merge, read_ds_config
-from support.cli.flags import FLAGS, build_parser
-from support.cli.fsdp_config import read_fsdp_config
+from support.cli.flags import FLAGS, IGNORED, build_parser
 from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
-from support.known_models import EMBEDDED_MODEL
-from support.optimizers import OPTIMIZERS
-from support.strategy import STRATEGIES
+from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
 
+TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
 
@@ -32,26 +28,30 @@ def parse_arguments(argv: list[str]) -> Arguments:
         UserError: flags are unknown or contradict each other, or a file is not valid.
     """
     values, sources = _given(argv)
-    given = frozenset({*values, *sources})
     flags = {name: value for name, value in values.items() if name in FLAGS}
-    datasets, fsdp_words = parse_datasets(flags.pop("dataset", [])), flags.pop("fsdp", "")
+    datasets, fsdp_words = parse_datasets(flags.pop("dataset", [])), flags.pop("fsdp", [])
     args = Arguments(
         **flags,
         dataset=" ".join(map(str, datasets)) or None,  # type: ignore[arg-type]  # set below
         mixture=datasets if len(datasets) > 1 else (),
-        given=given,
+        given=frozenset({*values, *sources}),
         sources=sources,
     )
-    args = _set(args, "Trainer's flags", **convert_trainer(args))
+    args = _set(args, "Trainer's flags", **_convert_trainer(args))
     refuse_conflicts(args)
     args = _with_defaults(args)
-    if args.ds_config and "strategy" not in given:
+    if args.ds_config and "strategy" not in args.given:
         chosen = choose_strategy(read_ds_config(args.ds_config))
         args = _set(args, f"{args.ds_config}: zero_optimization", strategy=chosen)
     if STRATEGIES[args.strategy].uses_deepspeed:
         args = _with_deepspeed(args)
+    elif "deepspeed" in args.given and not args.ds_config:
+        raise UserError(
+            f"--deepspeed does not fit --strategy {args.strategy}: give a configuration "
+            "(--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or infinity."
+        )
     elif args.strategy == "fsdp":
-        args = _with_fsdp(args, fsdp_words)
+        args = _with_fsdp(args, " ".join(fsdp_words))
     _check_strategy_supports(args)
     return args
 
@@ -67,21 +67,66 @@ def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
 
     def read(arguments: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         values = vars(parser.parse_args(arguments))
-        return values, values.pop("spelled", {})
+        options = values.pop("spelled", {})
+        _expand(values, options)
+        return values, options
 
     flags, options = read(argv)
-    of_file: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    if file := flags.get("config"):
-        arguments = read_run_file(file, parser)
-        try:
-            of_file, keys = read(arguments)
-            expand(of_file, keys, {})
-        except UserError as error:
-            raise UserError(f"{shown(file)}: {error}") from error
-        sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
-    expand(flags, options, of_file)
+    if not (file := flags.get("config")):
+        return flags, options
+    arguments = read_run_file(file, parser)
+    try:
+        of_file, keys = read(arguments)
+    except UserError as error:
+        raise UserError(f"{shown(file)}: {error}") from error
+    sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
     return {**of_file, **flags}, {**sources, **options}
+
+
+def _expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
+    """Set what --bf16, --fp16, --deepspeed and --fsdp set.
+
+    Args:
+        values: the flags of the command line or of the run file; changed in place.
+        spelled: the option that set each flag; changed in place.
+    """
+
+    def put(flag: str, value: str, by: str) -> None:
+        if values.setdefault(flag, value) != value:
+            other = spelled[flag]
+            raise UserError(f"{other} and {spelled[by]} both set --{flag}: leave one out.")
+        spelled.setdefault(flag, spelled[by])
+
+    halves = {half: values.pop(half) for half in ("bf16", "fp16") if half in values}
+    for half in filter(halves.get, halves):
+        put("precision", half, by=half)
+    if halves and "precision" not in values:
+        put("precision", "fp32", by=next(iter(halves)))
+    deepspeed = values.pop("deepspeed", None)
+    if isinstance(deepspeed, str):
+        put("ds_config", deepspeed, by="deepspeed")
+    elif deepspeed is False:
+        for flag in ("deepspeed", "ds_config"):  # a run file may configure the library that is off
+            spelled.pop(flag, None)
+            values.pop(flag, None)
+    if values.get("fsdp"):
+        put("strategy", "fsdp", by="fsdp")
+
+
+def _convert_trainer(args: Arguments) -> dict[str, Any]:
+    """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
+    changes: dict[str, Any] = {}
+    if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
+        changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
+        changes["save_epochs"] = args.save_epochs or saves == "epoch"
+    if args.eval_only or (args.do_eval and not args.do_train):
+        return changes | {"eval_only": True}
+    if args.eval_strategy is not None:
+        in_steps = args.eval_strategy == "steps"
+        changes["eval_every"] = (args.eval_every or TRAINER_STEPS) if in_steps else None
+    if args.do_eval is False or (args.eval_strategy == "no" and not args.do_eval):
+        changes["eval"] = False
+    return changes
 
 
 def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
@@ -149,6 +194,8 @@ def _with_deepspeed(args: Arguments) -> Arguments:
 
 def _with_fsdp(args: Arguments, words: str) -> Arguments:
     """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
+    from support.cli.fsdp_config import read_fsdp_config
+
     options = read_fsdp_config(args.fsdp_config, words)
     if (precision := options.precision) is not None:
         if "precision" in args.given and args.precision != precision:
@@ -158,9 +205,7 @@ def _with_fsdp(args: Arguments, words: str) -> Arguments:
             )
         args = _set(args, f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
     if options.no_shard:
-        note = "NO_SHARD: each rank holds the whole model, as with --strategy dp"
-        options = replace(options, notes=(*options.notes, note))
-        args = _set(args, args.fsdp_config or "--fsdp", strategy="dp")
+        args = _set(args, "NO_SHARD of FSDP", strategy="dp")
     return args.replace(fsdp=options)
 
 
@@ -176,21 +221,24 @@ def _check_strategy_supports(args: Arguments) -> None:
 
 
 def ignored_flags(args: Arguments) -> list[str]:
-    """Return lines about given flags without effect in this run, FSDP's notes, and defaults."""
+    """Return lines about what was given and has no effect in this run."""
+    fsdp = args.fsdp
     uses = {
         "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
         "nvme_path": ("infinity", configured_strategy(args).uses_nvme),
-        "fsdp_config": ("fsdp", args.strategy == "fsdp" or args.fsdp.no_shard),
+        "fsdp_config": ("fsdp", args.strategy == "fsdp" or fsdp.no_shard),
         "logging_dir": ("--report_to tensorboard", "tensorboard" in args.report_to),
     }
     lines = [
         f"--{flag} is used by {users} only: ignored"
         for flag, (users, is_used) in uses.items()
         if flag in args.given and getattr(args, flag) is not None and not is_used
-    ] + [f"{args.fsdp_config or '--fsdp'}: {note}" for note in args.fsdp.notes]
+    ]
+    if fsdp.ignored:
+        options = ", ".join(fsdp.ignored)
+        lines.append(f"{args.fsdp_config}: ignored, as there is no such option: {options}")
+    if fsdp.no_shard:
+        lines.append("NO_SHARD: each rank holds the whole model, as with --strategy dp")
     if ignored := sorted(args.given & {*IGNORED}):
         lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
-    different = ", --".join(name for name in DEFAULTS_DIFFER if name not in args.given)
-    if args.do_train and different:
-        lines.append(f"Without --{different} the defaults are ours: see docs/COMING_FROM.md")
     return lines

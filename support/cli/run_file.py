@@ -10,10 +10,9 @@ import math
 
 from support.cli.argument_types import Parser
 from support.cli.arguments import Arguments
-from support.cli.ds_config import ITS_OWN
 from support.cli.flags import DEFAULTS
 from support.errors import UserError
-from support.files.user_files import did_you_mean, printable, read_yaml, shown
+from support.files.user_files import printable, read_yaml, shown
 
 SECTIONS = ("training", "distributed")
 # Fields of `Arguments` that --print_config leaves out.
@@ -30,7 +29,7 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     """Read a run file, and return arguments of the command line such as "--lr=1e-4".
 
     Raises:
-        UserError: the file cannot be read or is not YAML, or a key is unknown.
+        UserError: the file cannot be read or is not YAML.
     """
     content = read_yaml("--config", path)
     for section in SECTIONS:
@@ -41,13 +40,10 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     actions = {option[2:]: a for option, a in parser._option_string_actions.items()}
     arguments: list[str] = []
     for key, value in content.items():
-        if key not in actions or key in ("", "help", "version", "config"):
-            guess = did_you_mean(key, actions) or " (--help lists all; docs/COMING_FROM.md)."
-            raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess}")
         values = list(map(str, value)) if isinstance(value, list) else []
         if isinstance(value, dict) or any(text.startswith("-") for text in values):
             raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
-        if values and actions[key].nargs in ("+", "*"):
+        if values and key in actions and actions[key].nargs in ("+", "*"):
             arguments += [f"--{key}", *values]
         elif value is not None:
             text = ",".join(values) if isinstance(value, list) else str(value)
@@ -57,13 +53,11 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
 
 def settings_of(args: Arguments) -> dict:
     """Return the resolved flags by name, without those that are off or unset."""
-    # Flags that are off or unset need no line (0 is a value), except those that are on by default.
-    settings = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in NOT_SHOWN
-        and not ((value is None or value is False or value == []) and DEFAULTS[name] is not True)
-    }
+    settings = {}
+    for name, value in vars(args).items():
+        is_off = value is None or value is False or value == []
+        if name not in NOT_SHOWN and (not is_off or DEFAULTS[name] is True):
+            settings[name] = value
     if args.fsdp.words:
         settings["fsdp"] = args.fsdp.words
     if args.mixture:
@@ -82,8 +76,5 @@ def as_yaml(args: Arguments) -> str:
     for name, value in settings_of(args).items():
         value = True if name == "resume" and value == "" else value
         text = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip()
-        source = printable(args.sources.get(name, "default"))
-        # The user's DeepSpeed file has an optimizer or a scheduler, which other flags contradict.
-        unused = "# " if source.endswith(ITS_OWN) else ""
-        lines.append(f"{unused}{text}  # {source}\n")
+        lines.append(f"{text}  # {printable(args.sources.get(name, 'default'))}\n")
     return "".join(lines)

@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from support import process, progress
+from support import console as progress
+from support import process
 from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.watchdog import ROUND_SECONDS, Watchdog
 from support.console import Console
@@ -35,10 +36,10 @@ from support.errors import (
     StoppedBySignal,
     UserError,
     explain,
+    print_traceback,
 )
 from support.files.atomic import TemporaryPaths
 from support.process import exit_now
-from support.redaction import print_traceback
 
 SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed

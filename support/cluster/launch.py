@@ -20,8 +20,7 @@ from typing import NoReturn
 
 from support import process
 from support.cli.arguments import Arguments
-from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain
-from support.redaction import print_traceback
+from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain, print_traceback
 
 # A variable that only this launcher sets.
 LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}

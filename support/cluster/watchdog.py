@@ -28,12 +28,11 @@ from typing import IO
 import psutil
 import torch.distributed as dist
 
-from support import progress
+from support import console as progress
 from support.cluster.comm_volume import Traffic
 from support.cluster.launch import agent_hosts_store
-from support.console import Console
+from support.console import Console, text_table
 from support.errors import TrainingError
-from support.text_tables import text_table
 from support.train_state import TrainState
 
 ROUND_SECONDS = 1

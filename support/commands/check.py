@@ -22,20 +22,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from support.cli import paths
+from support.cli import checks
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cli.ds_config import configured_strategy
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError, redact
 from support.files.cache import cache_folder
 from support.memory import architectures, fit
 from support.memory.estimate import predict
-from support.redaction import redact
+from support.process import versions
 from support.strategies import ops
 from support.strategies.requirements import check_requirements
 from support.units import GB, MB
-from support.versions import versions
 
 OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
 IMPORTED = ("transformers", "datasets", "tokenizers", "safetensors")
@@ -187,7 +186,7 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
 def _disk(args: Arguments, ctx: DistContext) -> Line | None:
     """Check the free space for results, checkpoints and tokens."""
     try:
-        paths.check_export_folder(args)
+        checks.check_export_folder(args)
     except UserError as error:
         return Line(PROBLEM, "output", str(error))
     folders, free = (Path(args.output_dir or "runs"), cache_folder(args.cache_dir)), []

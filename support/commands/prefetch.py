@@ -6,15 +6,15 @@ import sys
 from typing import NoReturn
 
 from support.cli.arguments import Arguments, datasets_of
-from support.cli.paths import is_local_dataset, is_local_model
+from support.cli.checks import is_local_dataset, is_local_model
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.console import Console
 from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.cache import cache_folder, huggingface_home
-from support.known_models import EMBEDDED_MODEL
 from support.model import resolve as models
+from support.tables import EMBEDDED_MODEL
 
 
 def prefetch(args: Arguments, launch: Launch) -> NoReturn:

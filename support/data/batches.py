@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
-from support.cli.conflicts import NEED_EVALUATIONS
+from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data import tokenize
 from support.data.rows import evaluates_only
 from support.data.sequences import MicroBatch, Padding, Sequences, mix
 from support.errors import UserError
 from support.files.atomic import digest_of_json
-from support.labels import IGNORED
 from support.train_state import NEW_RUN, TrainState
+from support.units import IGNORED
 
 NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one sequence, or a stream without "

@@ -25,9 +25,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from support import progress
+from support import console as progress
 from support.cli.arguments import Arguments, held_out_share
-from support.cli.paths import is_local_dataset
+from support.cli.checks import is_local_dataset
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import digest_of_json, sha256_of

@@ -18,7 +18,7 @@ from support.cli.ds_config import bucket_sizes
 from support.memory import activations
 from support.memory.activations import BACKWARD, END, LOSS, STEP, UPDATE, Term
 from support.memory.workload import Workload
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 from support.units import GB, MB
 
 # Allowances, not measured: for the CUDA context, cuBLAS and NCCL, and for fragmentation.

@@ -17,7 +17,7 @@ from support.errors import UserError
 from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
 from support.memory.workload import Workload, workload_of
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 from support.units import GB
 
 # The order of recommendation: the first that fits is the simplest and usually the fastest.

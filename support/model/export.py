@@ -18,16 +18,16 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from support.cli.arguments import Arguments
-from support.cli.paths import is_local_model
+from support.cli.checks import is_local_model
 from support.cluster.context import DTYPES
 from support.errors import FirstError, TrainingError
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
-from support.known_models import EMBEDDED_MODEL
 from support.memory.system import host_bytes
 from support.model.weights import persistent_buffers
+from support.tables import EMBEDDED_MODEL
+from support.train_state import unwrapped
 from support.units import perplexity_of
-from support.unwrap import unwrapped
 
 if TYPE_CHECKING:
     from support.checkpoints.manager import CheckpointManager

@@ -19,15 +19,14 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from support import patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
-from support.cli.hub import scratch_without_hub
-from support.cli.paths import is_local_model
+from support.cli.checks import is_local_model, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import write_text
 from support.files.cache import LOGIN_COMMAND, Cache, cache_folder
-from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
+from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 
 if TYPE_CHECKING:
     from support.model.lora import Lora

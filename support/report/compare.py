@@ -21,7 +21,7 @@ from support.files.user_files import shown
 from support.report import PHASES
 from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 # In TF32, bf16 and fp16 the losses of a single step may differ by percents, where an unusual
 # sequence makes the loss jump. If a strategy trains another model, the difference lasts. So in

@@ -15,8 +15,7 @@ from markupsafe import Markup
 
 from support.checkpoints.format import list_checkpoints
 from support.cli.ds_config import lookup
-from support.errors import UserError
-from support.redaction import redact
+from support.errors import UserError, redact
 from support.report import comparison_text, plots
 from support.report.compare import read_comparison, read_folder
 from support.units import MB, human_bytes, human_rate

@@ -21,16 +21,15 @@ from support.cli.ds_config import nvme_folder
 from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, cpu_fact
-from support.errors import UserError
+from support.console import text_table
+from support.errors import UserError, redact, redact_value
 from support.files import atomic
 from support.files.user_files import create_folder
 from support.memory import measure
 from support.model.resolve import ModelSpec
-from support.redaction import redact, redact_value
+from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
-from support.text_tables import text_table
 from support.units import GB, human_bytes
-from support.versions import code_digest, versions
 
 # Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from support import progress
+from support import console as progress
 from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import UserError, explain, first_line
+from support.errors import UserError, explain, first_line, redact_value
 from support.files.atomic import write_text
-from support.redaction import redact_value
 
 DEFAULT_PROJECT = "distributed-training"  # on wandb
 # Name of a curve -> key of a record.

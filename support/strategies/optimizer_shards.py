@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.unwrap import (
+from support.train_state import (
     base_optimizer,
     full_shape,
     is_dtensor,

@@ -199,8 +199,8 @@ def main() -> None:
     elif kind == "logits":
         let_the_live_model_speak(":".join(values))
     elif kind == "own_means":
-        from support.labels import IGNORED
         from support.model import loss
+        from support.units import IGNORED
 
         compute_loss = loss.next_token_loss
 

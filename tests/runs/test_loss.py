@@ -12,7 +12,8 @@ from conftest import FAULT
 from operations import Operations
 from torch import nn
 
-from support import chunks, patches
+from support import patches
+from support import units as chunks
 from support.data.batches import IGNORED
 from support.model import loss, weights
 

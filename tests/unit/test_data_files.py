@@ -14,7 +14,7 @@ from support.data.sequences import Padding
 from support.errors import UserError
 from support.files.cache import Cache
 from support.files.user_files import files_of
-from support.labels import IGNORED
+from support.units import IGNORED
 
 
 def read(tokenizer, folder, length, conversations):

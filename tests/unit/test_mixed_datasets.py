@@ -10,7 +10,7 @@ from support.cli.parse import parse_arguments, parse_datasets
 from support.cli.run_file import as_yaml
 from support.data.sequences import Padding, Sequences, mix, shares_of
 from support.errors import UserError
-from support.labels import IGNORED
+from support.units import IGNORED
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.cli.parse import parse_arguments
 from support.data.batches import open_split, split_sequences
 from support.data.sequences import Padding, pack
 from support.errors import UserError
-from support.labels import IGNORED
+from support.units import IGNORED
 
 LENGTH = 64
 

@@ -17,7 +17,7 @@ from syntax import nodes_of
 from support.errors import MissingRequirement
 from support.memory import system
 from support.strategies import requirements as requirements_of_strategy
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # Names of packages whose modules have other names.

@@ -7,7 +7,7 @@ import pytest
 from conftest import PROJECT
 
 from support.cli.hub import answers
-from support.redaction import redact
+from support.errors import redact
 
 REDACTED = {
     "https://user:canary@host/path": "https://***@host/path",

@@ -1,0 +1,221 @@
+"""Checks of the flags, and of the files and folders that they name, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from support.cli.arguments import Arguments, datasets_of
+from support.errors import UserError
+from support.files.user_files import files_of, read_text
+from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
+
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
+
+# ------------------------------------------------------------------------------ flags and flags
+
+# Flags that need evaluations; all but the first need them during training.
+NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
+_AT_INTERVALS = " ".join(NEED_EVALUATIONS[1:])
+
+# A flag, and those that it excludes.
+EXCLUDED = {
+    "eval_only": "no_eval save_every save_epochs resume auto_micro_batch lora_r export_hf "
+    f"export_dtype push_to_hub {_AT_INTERVALS}",
+    "no_save": "save_every save_epochs load_best_at_end",
+    "no_export": "export_hf export_dtype merge_lora push_to_hub",
+    "no_eval": _AT_INTERVALS,
+    "validation_file": "validation_split eval_split",
+    "validation_split": "eval_split validation_split_percentage",
+    "warmup_steps": "warmup_ratio",
+    "text_column": "prompt_column completion_column",
+    "profile": "profile_memory simulate_gpus",
+    "prefetch": "check show_sample simulate_gpus",
+    "show_sample": "check simulate_gpus",
+    "check": "simulate_gpus",
+    # All ways of --prove make the first step on the same sequences, in fp32.
+    "prove": "check prefetch show_sample eval_only simulate_gpus resume streaming load_in_4bit",
+    # The length of a stream is not known in advance.
+    "streaming": "epochs num_samples eval_split validation_split validation_split_percentage",
+    # A simulation trains no model.
+    "simulate_gpus": "resume save_every save_epochs eval_only eval_first generate export_hf "
+    f"merge_lora push_to_hub {_AT_INTERVALS}",
+}
+# A flag, and the one that it needs.
+NEEDED = {
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets", "merge_lora"), "lora_r"),
+    **dict.fromkeys(("use_peft", "load_in_4bit"), "lora_r"),
+    **dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub"),
+    **{"resume_force": "resume", "streaming": "max_steps"},
+}
+
+
+def refuse_conflicts(args: Arguments) -> None:
+    """Check that the flags can hold together."""
+    for flag, others in EXCLUDED.items():
+        for other in others.split():
+            if _is_set(args, flag) and _is_set(args, other):
+                raise UserError(f"--{flag} and --{other} cannot both hold: leave one out.")
+    for flag, other in NEEDED.items():
+        if _is_set(args, flag) and not _is_set(args, other):
+            raise UserError(f"--{flag} needs --{other}.")
+    dataset = args.dataset or ("pydocs" if args.model == EMBEDDED_MODEL else "")
+    problems = {
+        "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH": (
+            args.resume == "" and args.output_dir is None
+        ),
+        "--do_train false leaves nothing to do: add --do_eval to evaluate, or leave it out": (
+            args.do_train is False and not (args.do_eval or args.eval_only)
+        ),
+        f"--prove reads the gradient from AdamW's moments: leave --optim {args.optim} out": (
+            args.prove and args.optim != "adamw"
+        ),
+        "--packing always isolates examples: leave --no_isolate_documents out": (
+            args.packing and "isolate_documents" in args.given and not args.isolate_documents
+        ),
+        "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states": (
+            args.simulate_gpus and args.max_steps == 1
+        ),
+        "--early_stopping_patience needs --eval_every with --streaming, which has no epochs": (
+            args.streaming and args.early_stopping_patience and not args.eval_every
+        ),
+        "--streaming reads one --dataset: a file, a folder or a dataset on the hub, not pydocs": (
+            args.streaming and (args.mixture or dataset == "pydocs")
+        ),
+        f"--streaming reads a whole split: --train_split {args.train_split} is a part or several": (
+            args.streaming and {*"[+"} & {*(args.train_split or "")}
+        ),
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise UserError(f"{problem}.")
+
+
+def _is_set(args: Arguments, flag: str) -> bool:
+    if flag == "no_eval":
+        return not args.eval
+    if flag == "export_dtype":
+        return args.export_dtype != "fp32"
+    value = getattr(args, flag)
+    return bool(value) or value == ""  # --resume without a path
+
+
+# ----------------------------------------------------------------------------- files and folders
+
+
+def is_local_model(name: str) -> bool:
+    """Return whether --model is a folder or is written like a path, and is no name on the hub."""
+    return os.path.isdir(name) or name.startswith((".", "/")) or name.count("/") > 1
+
+
+def is_local_dataset(name: str) -> bool:
+    """Return whether --dataset is a file or folder, or is written like one; else it is a name."""
+    if name in ("pydocs", "wikitext"):
+        return False
+    return os.path.exists(name) or name.endswith(DATA_SUFFIXES) or is_local_model(name)
+
+
+def scratch_without_hub(args: Arguments) -> bool:
+    """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
+    return args.from_scratch and args.model in GPT2_SHAPES
+
+
+def names_on_hub(args: Arguments) -> tuple[str | None, list[str]]:
+    """Return the names on the hub of the model, or None, and of the datasets."""
+    is_on_hub = args.model != EMBEDDED_MODEL and not is_local_model(args.model)
+    datasets = [
+        "Salesforce/wikitext" if name == "wikitext" else name
+        for name, _ in datasets_of(args)
+        if name != "pydocs" and not is_local_dataset(name)
+    ]
+    return args.model if is_on_hub else None, datasets
+
+
+def check_data_paths(args: Arguments) -> None:
+    """Check that files and folders of data, and the chat template, exist and fit other flags."""
+    names = [name for name, _ in datasets_of(args)]
+    paths = [("--dataset", name) for name in names if is_local_dataset(name)]
+    paths += [("--validation_file", args.validation_file)] if args.validation_file else []
+    for flag, name in paths:
+        files_of(Path(name), f"{flag} {name}", args.include)
+        if os.path.isfile(name) and not os.path.getsize(name):
+            raise UserError(f"{flag} {name} is empty.")
+    _, hub = names_on_hub(args)
+    for flag in ("train_split", "eval_split", "dataset_revision"):
+        if getattr(args, flag) and not hub:
+            raise UserError(
+                f"--{flag} is for datasets of the hub, and --dataset {args.dataset} is none: leave "
+                "it out."
+            )
+    if args.include and not any(Path(name).is_dir() for _, name in paths):
+        raise UserError(f"--include {args.include} is for a folder of data: leave it out.")
+    if args.chat_template:
+        read_text("--chat_template", args.chat_template)
+
+
+def check_output_dir(args: Arguments) -> None:
+    """Check --output_dir and --logging_dir: writable, without another run unless flags allow it."""
+    if args.logging_dir and "tensorboard" in args.report_to:
+        check_place("--logging_dir", Path(args.logging_dir))
+    if args.output_dir is None:
+        return
+    folder = Path(args.output_dir)
+    check_place("--output_dir", folder)
+    if holds_a_run(folder) and not args.overwrite and args.resume is None:
+        raise UserError(
+            f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces "
+            "it; or name another folder."
+        )
+
+
+def check_place(flag: str, folder: Path) -> None:
+    """Check that a folder is writable, or can be created; `flag` names it in messages."""
+    whole = folder.absolute()
+    there = next(path for path in (whole, *whole.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"{flag} {folder}: {there} is a file or a broken link: name a folder.")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{flag} {folder}: {there} is not writable.")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Return whether a folder holds a run, other than one that failed before it trained."""
+    try:
+        status = json.loads((folder / "results.json").read_text(encoding="utf-8"))["status"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    metrics = folder / "metrics.jsonl"
+    trained = metrics.is_file() and metrics.stat().st_size > 0
+    return status != "failed" or trained or (folder / "checkpoints").exists()
+
+
+def check_export_folder(args: Arguments) -> None:
+    """Check the folder of the export, which is replaced as a whole: no input, no other's files."""
+    if args.no_export or args.eval_only or not (args.export_hf or args.output_dir):
+        return
+    flag = "--export_hf" if args.export_hf else "The export,"
+    folder = Path(args.export_hf or f"{args.output_dir}/hf").absolute()
+    check_place(flag, folder)
+    needed = {".": "the current folder", args.output_dir: "--output_dir", args.resume: "--resume"}
+    needed |= {args.model: "--model"} if is_local_model(args.model) else {}
+    for path, what in ((Path(name).resolve(), what) for name, what in needed.items() if name):
+        if folder.resolve() in (path, *path.parents):
+            raise UserError(
+                f"{flag} {folder} would replace {what}: name another folder with --export_hf."
+            )
+    if args.export_hf and folder.is_dir() and any(folder.iterdir()):
+        described = any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_"))
+        exported = described and (folder / "README.md").is_file()
+        if not exported or not (args.overwrite or args.resume is not None):
+            advice = "; or --overwrite." if exported else "."
+            raise UserError(f"{flag} {folder} is not empty: name another folder{advice}")
+
+
+def check_nvme_path(args: Arguments) -> None:
+    """Check that --nvme_path exists; `make_nvme_folder` checks its size later."""
+    if args.nvme_path and not Path(args.nvme_path).is_dir():
+        raise UserError(f"--nvme_path {args.nvme_path}: no such folder: create it on an NVMe disk.")
