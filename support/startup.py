@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from support import process
-from support.cli import paths
+from support.cli import checks
 from support.cli.arguments import Arguments
 from support.cli.ds_config import check_with_deepspeed
 from support.cli.hub import ask_hub
@@ -67,7 +67,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         if args.simulate_gpus:
             launch = launching.simulated(launch, args.simulate_gpus)
         check_model_path(args)
-        paths.check_data_paths(args)
+        checks.check_data_paths(args)
         # These two write no results, and may run where the run's disks and packages are missing.
         if not (args.prefetch or args.show_sample):
             check_run(args)
@@ -127,11 +127,11 @@ def check_run(args: Arguments) -> None:
     """Check what the run needs: writable folders, an NVMe folder, a checkpoint, packages."""
     # --check may be given with the folders of an existing run. A restarted program has its own.
     if not args.check and process.RESTARTED not in os.environ:
-        paths.check_output_dir(args)
-        paths.check_export_folder(args)
+        checks.check_output_dir(args)
+        checks.check_export_folder(args)
     if args.resume and not Path(args.resume).exists():
         raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
-    paths.check_nvme_path(args)
+    checks.check_nvme_path(args)
     packages = {
         **{f"--report_to {name}": name for name in args.report_to},
         "--lora_r": "peft" if args.lora_r else None,
@@ -150,7 +150,7 @@ def check_model_path(args: Arguments) -> None:
         UserError: there is no such folder, or it holds no config.json or an invalid one; or
             --model_revision is given for a model that is not on the hub.
     """
-    is_local = paths.is_local_model(args.model)
+    is_local = checks.is_local_model(args.model)
     if args.model_revision and (is_local or args.model == EMBEDDED_MODEL):
         raise UserError(
             f"--model_revision is for models on the hub, and --model {args.model} is none: leave "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.cli.argument_types import MOST_STEPS
 from support.cli.arguments import Arguments
 from support.errors import UserError
 
@@ -27,7 +26,7 @@ _NAMES = """
     ds_config=deepspeed_config overwrite=overwrite_output_dir save_every=save_steps
     keep_last=save_total_limit resume=resume_from_checkpoint
     gradient_checkpointing=activation_checkpointing hub_model_id=push_to_hub_model_id
-    local_rank=local-rank deepspeed=use_deepspeed fsdp=use_fsdp
+    local_rank=local-rank
     """.split()
 RENAMED = {flag: names.split(",") for flag, names in (entry.split("=") for entry in _NAMES)}
 # Flags that have nothing to change here; one line names those that were given.
@@ -47,19 +46,15 @@ IGNORED = """
     torch_empty_cache_steps trust_remote_code use_cache use_fast_tokenizer
     use_legacy_prediction_loop use_liger_kernel
     """.split()
-TRAINER_STEPS = 500  # Trainer's default of --save_steps, --eval_steps and --logging_steps
-AT_THE_END = MOST_STEPS  # as --eval_every: at the end of training only
-# Flags whose defaults are not those of run_clm.py.
-DEFAULTS_DIFFER = ("epochs", "batch_size", "seq_length", "weight_decay", "precision")
+TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
 
 
-def expand(values: dict[str, Any], spelled: dict[str, str], below: dict[str, Any]) -> None:
+def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
     """Set what --bf16, --fp16, --deepspeed and --fsdp set.
 
     Args:
         values: the flags of the command line or of the run file; changed in place.
         spelled: the option that set each flag; changed in place.
-        below: the flags that `values` overrides.
     """
 
     def put(flag: str, value: str, by: str) -> None:
@@ -71,46 +66,25 @@ def expand(values: dict[str, Any], spelled: dict[str, str], below: dict[str, Any
     halves = {half: values.pop(half) for half in ("bf16", "fp16") if half in values}
     for half in filter(halves.get, halves):
         put("precision", half, by=half)
-    off = [half for half, value in halves.items() if value is False]
-    if off and {**below, **values}.get("precision", "auto") in ("auto", *off):
-        values["precision"], spelled["precision"] = "fp32", spelled[off[0]]
-
-    deepspeed = values.pop("deepspeed", None)
-    if isinstance(deepspeed, str):
-        put("ds_config", deepspeed, by="deepspeed")
+    if halves and "precision" not in values:
+        put("precision", "fp32", by=next(iter(halves)))
+    if file := values.pop("deepspeed", None):
+        put("ds_config", file, by="deepspeed")
     if values.get("fsdp"):
         put("strategy", "fsdp", by="fsdp")
-    known = {**below, **values}
-    strategy = known.get("strategy", "zero" if known.get("ds_config") else "dp")
-    if deepspeed and strategy in ("dp", "fsdp"):
-        raise UserError(
-            f"--deepspeed does not fit --strategy {strategy}: give a configuration (--deepspeed "
-            "FILE), or --strategy zero1, zero2, zero3, offload or infinity."
-        )
-    if deepspeed is False and known.get("strategy") in (None, "dp", "fsdp"):
-        values.pop("ds_config", None)  # a file may configure the library that is off
 
 
 def convert_trainer(args: Arguments) -> dict[str, Any]:
     """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
-    if args.save_strategy == "best" and not args.load_best_at_end:
-        raise UserError("--save_strategy best needs --load_best_at_end: add it.")
-    if args.do_train is False and not (args.do_eval or args.eval_only):
-        raise UserError(
-            "--do_train false leaves nothing to do: add --do_eval to evaluate, or leave it out."
-        )
     changes: dict[str, Any] = {}
     if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
         changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
         changes["save_epochs"] = args.save_epochs or saves == "epoch"
     if args.eval_only or (args.do_eval and not args.do_train):
         return changes | {"eval_only": True}
-    if args.eval_strategy == "steps":  # Trainer's default is --logging_steps
-        logged = args.logging_steps if "logging_steps" in args.given else TRAINER_STEPS
-        changes["eval_every"] = args.eval_every or logged
-    elif args.eval_strategy is not None:
-        at_the_end = args.eval_strategy == "no" and args.do_eval
-        changes["eval_every"] = AT_THE_END if at_the_end else None
+    if args.eval_strategy is not None:
+        in_steps = args.eval_strategy == "steps"
+        changes["eval_every"] = (args.eval_every or TRAINER_STEPS) if in_steps else None
     if args.do_eval is False or (args.eval_strategy == "no" and not args.do_eval):
         changes["eval"] = False
     return changes

@@ -9,17 +9,12 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from support.errors import UserError
 from support.files.user_files import did_you_mean, shown
 
-REPORTERS = ("tensorboard", "wandb")
-# Words in the value of --fsdp.
-FSDP_OPTIONS = """
-    full_shard shard_grad_op no_shard hybrid_shard hybrid_shard_zero2 auto_wrap offload
-    """.split()
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
 
 
@@ -106,11 +101,6 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
-def file_or_switch(text: str) -> str | bool:
-    """Check the value of --deepspeed: a path, or true and false."""
-    return {"true": True, "false": False}.get(text.lower(), name(text))
-
-
 def checkpoint(text: str) -> str | None:
     """Check the value of --resume: a path, true ("") or false (None), as Trainer takes them."""
     return {"true": "", "false": None}.get(text.lower(), name(text))
@@ -121,24 +111,29 @@ def tags(text: str) -> list[str]:
     return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
-def reporters(text: str) -> list[str]:
-    """Parse the trackers of --report_to; Trainer's "none" is no tracker."""
-    return _known((name for name in tags(text) if name != "none"), REPORTERS)
+def some_of(known: str, synonyms: dict[str, str]) -> Callable[[str], list[str]]:
+    """Return a type for a list of known words, with commas or spaces between.
+
+    Args:
+        synonyms: other texts of the whole value.
+    """
+
+    def parse(text: str) -> list[str]:
+        words = synonyms.get(text.lower(), text).replace(",", " ").split()
+        if unknown := [word for word in words if word not in known.split()]:
+            problem = f"{shown(unknown[0])} is not in {', '.join(known.split())}"
+            raise argparse.ArgumentTypeError(problem)
+        return list(dict.fromkeys(words))
+
+    return parse
 
 
-def fsdp_options(text: str) -> str:
-    """Parse the options of --fsdp, as Trainer has them; empty, as its default, is no FSDP."""
-    options = {"false": "", "true": "full_shard auto_wrap"}.get(text.lower(), text)
-    return " ".join(_known(options.replace(",", " ").split(), FSDP_OPTIONS))
-
-
-def _known(words: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the words, and check that all of them are known."""
-    words = list(words)
-    for word in words:
-        if word not in known:
-            raise argparse.ArgumentTypeError(f"{shown(word)} is not in {', '.join(known)}")
-    return words
+reporters = some_of("tensorboard wandb", {"none": ""})
+# The options of --fsdp, as Trainer has them; empty, as its default, is no FSDP.
+fsdp_options = some_of(
+    "full_shard shard_grad_op no_shard hybrid_shard hybrid_shard_zero2 auto_wrap offload",
+    {"false": "", "true": "full_shard auto_wrap"},
+)
 
 
 class Options(argparse.Namespace):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from support.cli import argument_types as kinds
-from support.cli.fsdp_config import FsdpOptions
 from support.errors import UserError
 from support.known_models import EMBEDDED_MODEL
 from support.optimizers import OPTIMIZERS
@@ -22,6 +21,24 @@ class Dataset(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.weight is None else f"{self.name}:{self.weight}"
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """FSDP's options, from --fsdp and --fsdp_config."""
+
+    # True frees a layer's all-gathered parameters after forward (FULL_SHARD); False keeps them
+    # until backward (SHARD_GRAD_OP), as ZeRO 2 does.
+    reshard_after_forward: bool = True
+    hybrid: bool = False  # shard within a node and replicate across nodes (HYBRID_SHARD)
+    no_shard: bool = False  # NO_SHARD, which is --strategy dp
+    layers: tuple[str, ...] = ()  # class names of the layers to shard; empty: the model's blocks
+    wrap_layers: bool = True  # False shards the whole model as one unit (NO_WRAP)
+    precision: str | None = None  # fsdp_mixed_precision, in the terms of --precision
+    offload: bool = False  # keep parameters, gradients and optimizer states in host memory
+    forward_prefetch: bool = False  # all-gather the next layer while forward computes one
+    words: str = field(default="", compare=False)  # of --fsdp
+    ignored: tuple[str, ...] = ()  # keys of the file without effect
 
 
 def flag(default: Any, kind: Any, metavar: str | None = None, **options) -> Any:
@@ -171,10 +188,10 @@ class Arguments:
         use_peft: train adapters, which needs --lora_r
         do_train: train, as without this flag
         do_eval: evaluate; without --do_train, do not train (--eval_only)
-        eval_strategy: steps: --eval_every 500. no: --no_eval, or with --do_eval only at the end
-        save_strategy: epoch: --save_epochs. steps: --save_every 500. best: --load_best_at_end
+        eval_strategy: steps: --eval_every 500. no: --no_eval, unless with --do_eval
+        save_strategy: epoch: --save_epochs. steps: --save_every 500. no: neither
         validation_split_percentage: --validation_split N/100, without a validation split
-        deepspeed: --ds_config FILE; without FILE, the one of --deepspeed_config or of the strategy
+        deepspeed: --ds_config FILE; without FILE, the one of --ds_config or of the strategy
         fsdp: --strategy fsdp, with options such as 'full_shard auto_wrap offload'
     """
 
@@ -293,9 +310,9 @@ class Arguments:
     do_train: bool | None = None
     do_eval: bool | None = None
     eval_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch"))
-    save_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch", "best"))
+    save_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch"))
     validation_split_percentage: int | None = flag(None, kinds.whole(1, 99), "N")
-    deepspeed: str | bool | None = flag(None, kinds.file_or_switch, "FILE", nargs="?", const="true")
+    deepspeed: str | None = flag(None, kinds.name, "FILE", nargs="?", const="")
     fsdp: FsdpOptions = flag(FsdpOptions(), kinds.fsdp_options, "OPTIONS", nargs="?", const="true")
 
     # Not flags: what was resolved from them.

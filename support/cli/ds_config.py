@@ -9,10 +9,10 @@ import json
 import logging
 import re
 from dataclasses import dataclass, field, replace
-from itertools import filterfalse, repeat
+from itertools import repeat
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, ClassVar
+from typing import Any
 
 from support.cli.arguments import Arguments
 from support.cli.flags import FLAGS
@@ -45,13 +45,8 @@ FLAGS_OF_KEY = {
     "zero_optimization.offload_optimizer.nvme_path": ("nvme_path",),
     "zero_optimization.offload_param.nvme_path": ("nvme_path",),
 }
-# Keys that are added to a file without them only if the flag is given: other optimizers lack them.
-OPTIONAL = ("betas", "eps", "nvme_path")
 # Parameters of an optimizer for which DeepSpeed's AdamW and PyTorch's are the same.
 PARAMS_OF_ADAM = ("lr", "weight_decay", "betas", "eps")
-OF_OPTIMIZER = ("optim", "adam_beta1", "adam_beta2", "adam_epsilon")
-OF_SCHEDULER = ("lr_scheduler", "warmup_steps", "warmup_ratio", "lr")
-ITS_OWN = "(its own)"  # in the source of a flag that the file's optimizer or scheduler replaces
 # Schedulers that Hugging Face's files have with "auto" values, and the same --lr_scheduler.
 AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 LINEAR_WARMUP = {"warmup_min_lr": 0, "warmup_type": "linear"}  # what such a file may fix
@@ -88,56 +83,36 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in unique_keys(pairs).items() if value is not None}
 
 
-class _Recorder(dict):
-    """A configuration that records the keys for which DeepSpeed asks."""
-
-    asked: ClassVar[set[str]] = set()
-
-    def get(self, key, default=None):
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key):
-        self.asked.add(key)
-        return super().__contains__(key)
-
-    def keys(self):
-        return self  # DeepSpeed looks for keys in it
-
-
 def check_with_deepspeed(args: Arguments) -> None:
     """Let DeepSpeed check the keys and values of --ds_config.
 
     It imports DeepSpeed, so the device must have been chosen (cluster/devices.py).
 
     Raises:
-        UserError: a key is unknown, or a value is not valid.
+        UserError: a value is not valid, or a key is unknown.
     """
     if not (args.ds_config and args.ds_config_dict):
         return
+    from deepspeed.runtime import constants
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config, file = _without_auto(args.ds_config_dict), shown(args.ds_config)
+    # DeepSpeed ignores a misspelled name in the outermost object, and checks those in sections.
+    known = {value for value in vars(constants).values() if isinstance(value, str)}
+    for key in config.keys() - known:
+        if guess := did_you_mean(key, known):
+            raise UserError(f"{file}: {shown(key)} is unknown{guess}")
     del config["train_batch_size"]  # DeepSpeed does not know the number of ranks yet
     try:
-        DeepSpeedConfig(_Recorder(config))
+        DeepSpeedConfig(config)
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError) as error:
-        if not hasattr(error, "errors"):  # pydantic's ValidationError
-            raise UserError(f"{file}: {shown(error, 300)}.") from error
-        first = error.errors()[0]
-        *_, name = loc = [str(part) for part in first["loc"]]
-        models: list[Any] = DeepSpeedConfigModel.__subclasses__()
-        known = {name for model in models for name in model.model_fields}
-        problem = f"cannot be {shown(first['input'])}: {first['msg']}."
-        if name not in known:
-            problem = f"is unknown{did_you_mean(name, known) or '.'}"
-        raise UserError(f"{file}: {'.'.join(loc)} {problem}") from error
-    for key in filterfalse(_Recorder.asked.__contains__, config):
-        guess = did_you_mean(key, _Recorder.asked) or "."
-        raise UserError(f"{file}: {shown(key)} is unknown{guess}")
+        problem = shown(error, 300)
+        if hasattr(error, "errors"):  # pydantic's ValidationError
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, first['loc']))} {shown(first['input'])}: {first['msg']}"
+        raise UserError(f"{file}: {problem}.") from error
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
@@ -193,8 +168,8 @@ def choose_strategy(config: dict[str, Any]) -> str:
 def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) -> Resolved:
     """Merge a DeepSpeed file with the flags, before torch or a model is loaded.
 
-    If a flag was not given, the file's value is used. Values that are "auto" or missing come from
-    the flags, or from the model and the device in `complete_ds_config`.
+    If a flag was not given, the file's value is used. "auto" and missing values come from the flags
+    or, in `complete_ds_config`, from the model and the device.
 
     Args:
         content: what `read_ds_config` returned for `file`.
@@ -202,31 +177,22 @@ def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) 
         UserError: the file contradicts --strategy or another given flag, or has a value that is not
             supported.
     """
-    _check_strategy(args.strategy, content, file)
-    resolved = Resolved(args, file, copy.deepcopy(content))
-    resolved.merge_optimizer()
-    resolved.merge_flags()
-    resolved.merge_total_batch(world_size)
-    resolved.merge_precision()
-    resolved.merge_scheduler()
-    return resolved
-
-
-def _check_strategy(strategy: str, config: dict[str, Any], file: str) -> None:
-    if choose_strategy(config) != strategy:
+    if (described := choose_strategy(content)) != args.strategy:
         raise UserError(
-            f"{file} describes {choose_strategy(config)} (zero_optimization.stage and "
-            f"offload_optimizer.device), and --strategy is {strategy}: change one of them."
+            f"{file} describes {described} (zero_optimization.stage and offload_optimizer.device), "
+            f"and --strategy is {args.strategy}: change one of them."
         )
-    if strategy == "zero1" and lookup(config, "data_types.grad_accum_dtype") not in (None, AUTO):
-        raise UserError(
-            f"{file}: data_types.grad_accum_dtype gives stage 1 another optimizer, which "
-            "checkpoints do not support: leave it out, or use stage 2."
-        )
-    if strategy != "infinity" and _nvme_sections(config):
+    if args.strategy != "infinity" and _nvme_sections(content):
         raise UserError(
             f"{file}: only the optimizer and parameters of --strategy infinity can be on nvme."
         )
+    resolved = Resolved(args, file, copy.deepcopy(content))
+    _merge_optimizer(resolved)
+    _merge_flags(resolved)
+    _merge_total_batch(resolved, world_size)
+    _merge_precision(resolved)
+    _merge_scheduler(resolved)
+    return resolved
 
 
 @dataclass
@@ -259,90 +225,84 @@ class Resolved:
     def contradiction(self, flag: str, value: str) -> UserError:
         return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
 
-    def keep(self, section: str, flags: tuple[str, ...]) -> None:
-        """Keep the file's own optimizer or scheduler, which no given flag may change."""
-        for flag in flags:
-            if flag in self.args.given:
-                kind = lookup(self.config, f"{section}.type")
-                raise self.contradiction(flag, f"the {section} {kind}")
-            self.keys[flag] = f"{section} {ITS_OWN}"
 
-    def merge_flags(self) -> None:
-        """Merge the keys that are flags."""
-        for key, flags in FLAGS_OF_KEY.items():
-            parent, _, name = key.rpartition(".")
-            section = lookup(self.config, parent) if parent else self.config
-            if section is None or (name == "nvme_path" and section.get("device") != "nvme"):
-                continue
-            value = section.get(name)
-            parts: Any = value if len(flags) > 1 and isinstance(value, list) else repeat(value)
-            for flag, part in zip(flags, parts, strict=False):
-                self.follow(flag, key, part)
-            if value is not None or name not in OPTIONAL or {*flags} & self.args.given:
-                values = [self.value(flag) for flag in flags]
-                section[name] = values if len(flags) > 1 else values[0]
+def _merge_optimizer(resolved: Resolved) -> None:
+    """Add AdamW, unless --optim is another optimizer, which the script creates."""
+    config, args = resolved.config, resolved.args
+    kind = lookup(config, "optimizer.type")
+    # DeepSpeed's Adam is AdamW unless the file says otherwise.
+    if kind and str(kind).lower() not in ("adam", "adamw"):
+        raise UserError(
+            f"{resolved.file}: leave the optimizer {shown(kind)} out, and use --optim "
+            f"({', '.join(FLAGS['optim'].metadata['choices'])})."
+        )
+    if args.optim != "adamw":
+        if kind and args.ds_config:
+            raise resolved.contradiction(f"optim {args.optim}", f"the optimizer {kind}")
+        config.pop("optimizer", None)
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        return
+    if not config.get("optimizer"):
+        config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
+    params = config["optimizer"].setdefault("params", {})
+    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
+    if offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
+        # The same updates as DeepSpeed's FusedAdam, which compiles an op.
+        params |= {"torch_adam": True, "fused": True}
 
-    def merge_optimizer(self) -> None:
-        """Add AdamW, unless the file or --optim has another optimizer."""
-        config, optim = self.config, self.args.optim
-        # DeepSpeed's Adam is AdamW unless the file says otherwise.
-        is_adam = str(lookup(config, "optimizer.type") or "adam").lower() in ("adam", "adamw")
-        if self.args.ds_config and "optimizer" in config and not (is_adam and optim == "adamw"):
-            self.keep("optimizer", OF_OPTIMIZER)
-        if optim != "adamw":
-            config.pop("optimizer", None)  # the script creates it
-            config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-            return
-        if "optimizer" not in config:
-            config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
-        params = config["optimizer"].setdefault("params", {})
-        offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
-        if is_adam and offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
-            # The same updates as DeepSpeed's FusedAdam, which compiles an op.
-            params |= {"torch_adam": True, "fused": True}
 
-    def merge_scheduler(self) -> None:
-        """Replace a scheduler of "auto" values by --lr_scheduler."""
-        if (scheduler := self.config.get("scheduler")) is None:
-            return
-        params = scheduler.get("params") or {}
-        same = AUTO_SCHEDULERS.get(str(scheduler.get("type")))
-        fixed = {key: value for key, value in params.items() if value != AUTO}
-        if same and len(fixed) < len(params) and fixed.items() <= LINEAR_WARMUP.items():
-            self.follow("lr_scheduler", "scheduler", same)
-            del self.config["scheduler"]
-            return
-        self.keep("scheduler", OF_SCHEDULER)
+def _merge_flags(resolved: Resolved) -> None:
+    """Merge the keys that are flags."""
+    for key, flags in FLAGS_OF_KEY.items():
+        parent, _, name = key.rpartition(".")
+        section = lookup(resolved.config, parent) if parent else resolved.config
+        if section is None or (name == "nvme_path" and section.get("device") != "nvme"):
+            continue
+        value = section.get(name)
+        parts: Any = value if len(flags) > 1 and isinstance(value, list) else repeat(value)
+        for flag, part in zip(flags, parts, strict=False):
+            resolved.follow(flag, key, part)
+        values = [resolved.value(flag) for flag in flags]
+        section[name] = values if len(flags) > 1 else values[0]
 
-    def merge_total_batch(self, world_size: int) -> None:
-        """Check train_batch_size, or compute the accumulation from it."""
-        total, batch = self.config.get("train_batch_size", AUTO), self.value("batch_size")
-        flag = "gradient_accumulation_steps"
-        is_open = flag not in self.keys and flag not in self.args.given
-        if is_open and isinstance(total, int) and total % (batch * world_size) == 0:
-            steps = self.config[flag] = total // (batch * world_size)
-            self.follow(flag, "train_batch_size", steps)
-        product = batch * self.value(flag) * world_size
-        if total not in (AUTO, product):
-            raise UserError(
-                f"{self.file} has train_batch_size {total}, but --batch_size {batch} × "
-                f"--{flag} {self.value(flag)} × {world_size} ranks = {product}: change one."
-            )
-        self.config["train_batch_size"] = product
 
-    def merge_precision(self) -> None:
-        """Merge bf16.enabled and fp16.enabled with --precision."""
-        enabled = {name: lookup(self.config, f"{name}.enabled") for name in ("bf16", "fp16")}
-        on = [name for name, value in enabled.items() if value is True]
-        if len(on) == 2:
-            raise UserError(f"{self.file} enables both bf16 and fp16: keep one.")
-        for name in on:
-            self.follow("precision", f"{name}.enabled", name)
-        requested = self.value("precision")
-        if enabled.get(requested) is False:
-            raise self.contradiction(f"precision {requested}", f"{requested}.enabled false")
-        if requested == AUTO and enabled["bf16"] is False:
-            self.follow("precision", "bf16.enabled", "fp32")
+def _merge_scheduler(resolved: Resolved) -> None:
+    """Replace a scheduler of "auto" values by --lr_scheduler; refuse any other."""
+    if (scheduler := resolved.config.pop("scheduler", None)) is None:
+        return
+    params, kind = scheduler.get("params") or {}, str(scheduler.get("type"))
+    fixed = {key: value for key, value in params.items() if value != AUTO}
+    if kind not in AUTO_SCHEDULERS or not fixed.items() <= LINEAR_WARMUP.items():
+        raise UserError(
+            f"{resolved.file}: leave the scheduler {shown(kind)} out, and use --lr_scheduler, "
+            "--warmup_steps and --lr."
+        )
+    resolved.follow("lr_scheduler", "scheduler", AUTO_SCHEDULERS[kind])
+
+
+def _merge_total_batch(resolved: Resolved, world_size: int) -> None:
+    """Compute train_batch_size, and check that of the file."""
+    batch, steps = resolved.value("batch_size"), resolved.value("gradient_accumulation_steps")
+    product, total = batch * steps * world_size, resolved.config.get("train_batch_size", AUTO)
+    if total not in (AUTO, product):
+        raise UserError(
+            f"{resolved.file} has train_batch_size {total}, but --batch_size {batch} × "
+            f"--gradient_accumulation_steps {steps} × {world_size} ranks = {product}: change one."
+        )
+    resolved.config["train_batch_size"] = product
+
+
+def _merge_precision(resolved: Resolved) -> None:
+    """Merge bf16.enabled and fp16.enabled with --precision."""
+    enabled = {name: lookup(resolved.config, f"{name}.enabled") for name in ("bf16", "fp16")}
+    for name, value in enabled.items():
+        if value is True:
+            resolved.follow("precision", f"{name}.enabled", name)
+    requested = resolved.value("precision")
+    if enabled.get(requested) is False or [*enabled.values()] == [True, True]:
+        raise resolved.contradiction(f"precision {requested}", "bf16.enabled or fp16.enabled")
+    if requested == AUTO and enabled["bf16"] is False:
+        resolved.follow("precision", "bf16.enabled", "fp32")
 
 
 # ------------------------------------------------------------------------------- model and device
@@ -392,8 +352,7 @@ def complete_ds_config(
     """Fill in the values that depend on the device and the model.
 
     Args:
-        config: the reconciled configuration; changed in place.
-        world_size: number of ranks; each keeps 1 / world_size of a parameter.
+        config: what `merge` returned; changed in place.
     Returns:
         `config`, without any "auto".
     Raises:

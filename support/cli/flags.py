@@ -15,7 +15,6 @@ from support import VERSION
 from support.cli import argument_types as kinds
 from support.cli.aliases import IGNORED, RENAMED
 from support.cli.arguments import Arguments
-from support.errors import UserError
 
 EXIT_CODES = """\
 exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,
@@ -47,17 +46,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 class SetFlag(argparse.Action):
-    """Set a flag and record its spelling; a flag that is given under two names is an error."""
+    """Set a flag, and record the option that set it."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        spelled = vars(namespace).setdefault("spelled", {})  # option by flag
-        other, opposite = spelled.get(self.dest, option_string), f"--no_{self.dest}"
-        if other != option_string and opposite not in (other, option_string):
-            raise UserError(
-                f"{other} and {option_string} are two names of one flag: leave one out."
-            )
-        spelled[self.dest] = option_string
-        setattr(namespace, self.dest, not values if option_string == opposite else values)
+        vars(namespace).setdefault("spelled", {})[self.dest] = option_string
+        is_off = option_string == f"--no_{self.dest}"
+        setattr(namespace, self.dest, not values if is_off else values)
 
 
 def names_in_help(action: argparse.Action) -> list[str]:

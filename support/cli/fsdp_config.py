@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from support.cli.arguments import FsdpOptions
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_json, shown
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16"}
 PRECISIONS |= {"FLOAT32": "fp32", "FP32": "fp32", "NO": "fp32"}
-LAYERS = "fsdp_transformer_layer_cls_to_wrap"
-LIKE_FORWARD = "fsdp_backward_prefetch"  # an option of FSDP1, and no misspelled one
-# Key -> the allowed values.
-CHOICES: dict[str, tuple] = {
-    "fsdp_sharding_strategy": SHARDING,
-    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
-    "fsdp_mixed_precision": tuple(PRECISIONS),
-    "fsdp_reshard_after_forward": (True, False),
-    "fsdp_offload_params": (True, False),
-    "fsdp_forward_prefetch": (True, False),
+# Key without the prefix fsdp_ -> the allowed values; None: names of classes.
+KEYS: dict[str, Any] = {
+    "sharding_strategy": SHARDING,
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
+    "mixed_precision": tuple(PRECISIONS),
+    "reshard_after_forward": (True, False),
+    "offload_params": (True, False),
+    "forward_prefetch": (True, False),
+    "transformer_layer_cls_to_wrap": None,
 }
+LIKE_FORWARD = "backward_prefetch"  # an option of FSDP1, and not a misspelled one
 
 
-@dataclass(frozen=True)
-class FsdpOptions:
-    """Options of FSDP."""
-
-    # True frees a layer's all-gathered parameters after forward (FULL_SHARD); False keeps them
-    # until backward (SHARD_GRAD_OP), as ZeRO 2 does.
-    reshard_after_forward: bool = True
-    hybrid: bool = False  # shard within a node and replicate across nodes (HYBRID_SHARD)
-    no_shard: bool = False  # NO_SHARD, which is --strategy dp
-    # Class names of the layers that are sharded separately; empty for the model's own transformer
-    # blocks.
-    layers: tuple[str, ...] = ()
-    wrap_layers: bool = True  # False shards the whole model as one unit (NO_WRAP)
-    precision: str | None = None  # fsdp_mixed_precision, in the terms of --precision
-    offload: bool = False  # keep parameters, gradients and optimizer states in host memory
-    forward_prefetch: bool = False  # all-gather the next layer while forward computes one
-    words: str = field(default="", compare=False)  # of --fsdp
-    notes: tuple[str, ...] = ()  # for the user
-
-
-def read_fsdp_config(path: str | None, words: str = "") -> FsdpOptions:
+def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
     """Return the options of --fsdp_config and of --fsdp.
 
     Args:
@@ -53,33 +33,31 @@ def read_fsdp_config(path: str | None, words: str = "") -> FsdpOptions:
     Raises:
         UserError: the file is not a JSON object, or has a wrong value or a misspelled key.
     """
-    values: dict[str, Any] = {}  # by key, with the prefix fsdp_
-    ignored = []
-    for key, value in (read_json("--fsdp_config", path) if path else {}).items():
-        name = key if key.startswith("fsdp_") else f"fsdp_{key}"
-        value = value.upper() if isinstance(value, str) and name != LAYERS else value
-        if name in CHOICES and value not in CHOICES[name]:
-            allowed = ", ".join(map(str, CHOICES[name]))
-            raise UserError(f"{shown(path)}: {shown(key)} {shown(value)} is not in {allowed}.")
-        if name in CHOICES or name == LAYERS:
-            values[name] = value
-        elif (guess := did_you_mean(name, (*CHOICES, LAYERS))) and name != LIKE_FORWARD:
-            raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess}")
-        elif not key.startswith("_"):  # used for comments
-            ignored.append(shown(key))
-    layers = values.get(LAYERS, [])
+    values: dict[str, Any] = {}  # by key, without the prefix
+    for given, value in (read_json("--fsdp_config", path) if path else {}).items():
+        key = given.removeprefix("fsdp_")
+        allowed = KEYS.get(key)
+        value = value.upper() if allowed and isinstance(value, str) else value
+        if allowed and value not in allowed:
+            known = ", ".join(map(str, allowed))
+            raise UserError(f"{shown(path)}: {shown(given)} {shown(value)} is not in {known}.")
+        if key not in KEYS and key != LIKE_FORWARD and (guess := did_you_mean(key, KEYS)):
+            raise UserError(f"{shown(path)}: unknown key {shown(given)}{guess}")
+        values[key] = value
+    layers = values.get("transformer_layer_cls_to_wrap") or []
     layers = layers if isinstance(layers, list) else str(layers).split(",")
-    chosen = {values.get("fsdp_sharding_strategy"), *words.upper().split()}
-    keeps = bool(chosen & {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"})
+    chosen = {values.get("sharding_strategy"), *words.upper().split()}
+    ignored = [shown(key) for key in values if key not in KEYS and not key.startswith("_")]
     return FsdpOptions(
-        reshard_after_forward=values.get("fsdp_reshard_after_forward", True) and not keeps,
+        reshard_after_forward=values.get("reshard_after_forward", True)
+        and not chosen & {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"},
         hybrid=bool(chosen & {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}),
         no_shard="NO_SHARD" in chosen,
         layers=tuple(str(name).strip() for name in layers),
-        wrap_layers=values.get("fsdp_auto_wrap_policy") != "NO_WRAP",
-        precision=PRECISIONS.get(values.get("fsdp_mixed_precision", "")),
-        offload=values.get("fsdp_offload_params", False) or "OFFLOAD" in chosen,
-        forward_prefetch=values.get("fsdp_forward_prefetch", False),
+        wrap_layers=values.get("auto_wrap_policy") != "NO_WRAP",
+        precision=PRECISIONS.get(values.get("mixed_precision", "")),
+        offload=values.get("offload_params", False) or "OFFLOAD" in chosen,
+        forward_prefetch=values.get("forward_prefetch", False),
         words=words,
-        notes=(f"ignored, as there is no such option: {', '.join(ignored)}",) if ignored else (),
+        ignored=tuple(ignored),
     )

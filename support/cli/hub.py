@@ -7,11 +7,10 @@ import re
 import shlex
 import threading
 
-from support.cli.arguments import Arguments, datasets_of
-from support.cli.paths import is_local_dataset, is_local_model
+from support.cli.arguments import Arguments
+from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.errors import UserError, first_line
 from support.files.hub_cache import cached_repository, huggingface_home, missing_of_model
-from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.redaction import redact
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
@@ -29,12 +28,7 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
     Raises:
         UserError: without --check: something is missing without the hub.
     """
-    model = args.model if args.model != EMBEDDED_MODEL and not is_local_model(args.model) else None
-    datasets = [
-        "Salesforce/wikitext" if name == "wikitext" else name
-        for name, _ in datasets_of(args)
-        if name != "pydocs" and not is_local_dataset(name)
-    ]
+    model, datasets = names_on_hub(args)
     pushes = args.push_to_hub and is_main
     reads = (model or datasets or pushes) and (is_node_leader or (args.streaming and datasets))
     set_offline, url = is_set_offline(), endpoint()
@@ -44,15 +38,15 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
     if not reads:
         return True, None
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
-    reason = "HF_HUB_OFFLINE is set" if set_offline else unreachable
+    reason = redact("HF_HUB_OFFLINE is set" if set_offline else unreachable)
     problem = _missing(args, None if scratch_without_hub(args) else model, datasets)
     if pushes:
         problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
     if problem and not args.check:
         raise UserError(f"{reason}, and {problem}")
     if is_main and not (problem or set_offline or args.quiet):
-        print(redact(f"ℹ️  {reason}: using what is in the cache."))
-    return True, redact(f"{reason}, and {problem}") if problem else None
+        print(f"ℹ️  {reason}: using what is in the cache.")
+    return True, f"{reason}, and {problem}" if problem else None
 
 
 def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
@@ -104,11 +98,6 @@ def download_config(model: str) -> str:
 def is_set_offline() -> bool:
     """Return whether the user's environment forbids the use of the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-
-
-def scratch_without_hub(args: Arguments) -> bool:
-    """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
-    return args.from_scratch and args.model in GPT2_SHAPES
 
 
 def answers(url: str) -> bool:

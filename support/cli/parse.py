@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from typing import Any
 
 from support import PROJECT
-from support.cli.aliases import DEFAULTS_DIFFER, IGNORED, convert_trainer, expand
+from support.cli.aliases import IGNORED, convert_trainer, expand
 from support.cli.arguments import Arguments, Dataset
-from support.cli.conflicts import refuse_conflicts
+from support.cli.checks import refuse_conflicts
 from support.cli.ds_config import choose_strategy, configured_strategy, merge, read_ds_config
 from support.cli.flags import FLAGS, build_parser
-from support.cli.fsdp_config import read_fsdp_config
 from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
@@ -32,26 +30,30 @@ def parse_arguments(argv: list[str]) -> Arguments:
         UserError: flags are unknown or contradict each other, or a file is not valid.
     """
     values, sources = _given(argv)
-    given = frozenset({*values, *sources})
     flags = {name: value for name, value in values.items() if name in FLAGS}
-    datasets, fsdp_words = parse_datasets(flags.pop("dataset", [])), flags.pop("fsdp", "")
+    datasets, fsdp_words = parse_datasets(flags.pop("dataset", [])), flags.pop("fsdp", [])
     args = Arguments(
         **flags,
         dataset=" ".join(map(str, datasets)) or None,  # type: ignore[arg-type]  # set below
         mixture=datasets if len(datasets) > 1 else (),
-        given=given,
+        given=frozenset({*values, *sources}),
         sources=sources,
     )
     args = _set(args, "Trainer's flags", **convert_trainer(args))
     refuse_conflicts(args)
     args = _with_defaults(args)
-    if args.ds_config and "strategy" not in given:
+    if args.ds_config and "strategy" not in args.given:
         chosen = choose_strategy(read_ds_config(args.ds_config))
         args = _set(args, f"{args.ds_config}: zero_optimization", strategy=chosen)
     if STRATEGIES[args.strategy].uses_deepspeed:
         args = _with_deepspeed(args)
+    elif "deepspeed" in args.given and not args.ds_config:
+        raise UserError(
+            f"--deepspeed does not fit --strategy {args.strategy}: give a configuration "
+            "(--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or infinity."
+        )
     elif args.strategy == "fsdp":
-        args = _with_fsdp(args, fsdp_words)
+        args = _with_fsdp(args, " ".join(fsdp_words))
     _check_strategy_supports(args)
     return args
 
@@ -67,20 +69,19 @@ def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
 
     def read(arguments: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         values = vars(parser.parse_args(arguments))
-        return values, values.pop("spelled", {})
+        options = values.pop("spelled", {})
+        expand(values, options)
+        return values, options
 
     flags, options = read(argv)
-    of_file: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    if file := flags.get("config"):
-        arguments = read_run_file(file, parser)
-        try:
-            of_file, keys = read(arguments)
-            expand(of_file, keys, {})
-        except UserError as error:
-            raise UserError(f"{shown(file)}: {error}") from error
-        sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
-    expand(flags, options, of_file)
+    if not (file := flags.get("config")):
+        return flags, options
+    arguments = read_run_file(file, parser)
+    try:
+        of_file, keys = read(arguments)
+    except UserError as error:
+        raise UserError(f"{shown(file)}: {error}") from error
+    sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
     return {**of_file, **flags}, {**sources, **options}
 
 
@@ -149,6 +150,8 @@ def _with_deepspeed(args: Arguments) -> Arguments:
 
 def _with_fsdp(args: Arguments, words: str) -> Arguments:
     """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
+    from support.cli.fsdp_config import read_fsdp_config
+
     options = read_fsdp_config(args.fsdp_config, words)
     if (precision := options.precision) is not None:
         if "precision" in args.given and args.precision != precision:
@@ -158,9 +161,7 @@ def _with_fsdp(args: Arguments, words: str) -> Arguments:
             )
         args = _set(args, f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
     if options.no_shard:
-        note = "NO_SHARD: each rank holds the whole model, as with --strategy dp"
-        options = replace(options, notes=(*options.notes, note))
-        args = _set(args, args.fsdp_config or "--fsdp", strategy="dp")
+        args = _set(args, "NO_SHARD of FSDP", strategy="dp")
     return args.replace(fsdp=options)
 
 
@@ -176,21 +177,24 @@ def _check_strategy_supports(args: Arguments) -> None:
 
 
 def ignored_flags(args: Arguments) -> list[str]:
-    """Return lines about given flags without effect in this run, FSDP's notes, and defaults."""
+    """Return lines about what was given and has no effect in this run."""
+    fsdp = args.fsdp
     uses = {
         "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
         "nvme_path": ("infinity", configured_strategy(args).uses_nvme),
-        "fsdp_config": ("fsdp", args.strategy == "fsdp" or args.fsdp.no_shard),
+        "fsdp_config": ("fsdp", args.strategy == "fsdp" or fsdp.no_shard),
         "logging_dir": ("--report_to tensorboard", "tensorboard" in args.report_to),
     }
     lines = [
         f"--{flag} is used by {users} only: ignored"
         for flag, (users, is_used) in uses.items()
         if flag in args.given and getattr(args, flag) is not None and not is_used
-    ] + [f"{args.fsdp_config or '--fsdp'}: {note}" for note in args.fsdp.notes]
+    ]
+    if fsdp.ignored:
+        options = ", ".join(fsdp.ignored)
+        lines.append(f"{args.fsdp_config}: ignored, as there is no such option: {options}")
+    if fsdp.no_shard:
+        lines.append("NO_SHARD: each rank holds the whole model, as with --strategy dp")
     if ignored := sorted(args.given & {*IGNORED}):
         lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
-    different = ", --".join(name for name in DEFAULTS_DIFFER if name not in args.given)
-    if args.do_train and different:
-        lines.append(f"Without --{different} the defaults are ours: see docs/COMING_FROM.md")
     return lines

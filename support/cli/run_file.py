@@ -10,7 +10,6 @@ import math
 
 from support.cli.argument_types import Parser
 from support.cli.arguments import Arguments
-from support.cli.ds_config import ITS_OWN
 from support.cli.flags import DEFAULTS
 from support.errors import UserError
 from support.files.user_files import did_you_mean, printable, read_yaml, shown
@@ -82,8 +81,5 @@ def as_yaml(args: Arguments) -> str:
     for name, value in settings_of(args).items():
         value = True if name == "resume" and value == "" else value
         text = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip()
-        source = printable(args.sources.get(name, "default"))
-        # The user's DeepSpeed file has an optimizer or a scheduler, which other flags contradict.
-        unused = "# " if source.endswith(ITS_OWN) else ""
-        lines.append(f"{unused}{text}  # {source}\n")
+        lines.append(f"{text}  # {printable(args.sources.get(name, 'default'))}\n")
     return "".join(lines)

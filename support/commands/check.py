@@ -30,7 +30,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from support import PROJECT
-from support.cli import paths
+from support.cli import checks
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cli.ds_config import configured_strategy
 from support.cluster.context import DistContext
@@ -248,7 +248,7 @@ def _disk(args: Arguments, ctx: DistContext) -> Iterator[Line]:
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
         free[f"{name} {folder}"] = shutil.disk_usage(existing).free
     try:
-        paths.check_export_folder(args)
+        checks.check_export_folder(args)
     except UserError as error:
         yield Line(PROBLEM, "output", str(error))
     text, least = (

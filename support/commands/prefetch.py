@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from support.cli.arguments import Arguments, datasets_of
-from support.cli.paths import is_local_dataset, is_local_model
+from support.cli.checks import is_local_dataset, is_local_model
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.console import Console

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
-from support.cli.conflicts import NEED_EVALUATIONS
+from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data import tokenize
 from support.data.rows import evaluates_only

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 from support import progress
 from support.cli.arguments import Arguments, held_out_share
-from support.cli.paths import is_local_dataset
+from support.cli.checks import is_local_dataset
 from support.cluster.context import DistContext
 from support.data.formats import BadRow, Content, Document, RowOptions, columns_of_table, read_row
 from support.errors import UserError, first_line, refused_as

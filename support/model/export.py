@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from support.cli.arguments import Arguments
-from support.cli.paths import is_local_model
+from support.cli.checks import is_local_model
 from support.cluster.context import DTYPES, DistContext
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import finish_folder, start_folder, write_text

@@ -27,8 +27,7 @@ from transformers import (
 
 from support import patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
-from support.cli.hub import scratch_without_hub
-from support.cli.paths import is_local_model
+from support.cli.checks import is_local_model, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line, refused_as
 from support.files.atomic import write_text

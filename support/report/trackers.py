@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.cli.arguments import Arguments
-from support.cli.paths import EVENT_FILES
+from support.cli.checks import EVENT_FILES
 from support.cluster.context import DistContext
 from support.console import Console
 from support.errors import UserError, explain, first_line

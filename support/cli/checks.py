@@ -1,4 +1,4 @@
-"""Checks of the files and folders that the flags name, before anything else is loaded."""
+"""Checks of the flags, and of the files and folders that they name, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,97 @@ from support.cli.arguments import Arguments, datasets_of
 from support.errors import UserError
 from support.files.folders import files_of
 from support.files.user_files import read_text
+from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
+
+# ------------------------------------------------------------------------------ flags and flags
+
+# Flags that need evaluations; all but the first need them during training.
+NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
+_AT_INTERVALS = " ".join(NEED_EVALUATIONS[1:])
+
+# A flag, and those that it excludes.
+EXCLUDED = {
+    "eval_only": "no_eval save_every save_epochs resume auto_micro_batch lora_r export_hf "
+    f"export_dtype push_to_hub {_AT_INTERVALS}",
+    "no_save": "save_every save_epochs load_best_at_end",
+    "no_export": "export_hf export_dtype merge_lora push_to_hub",
+    "no_eval": _AT_INTERVALS,
+    "validation_file": "validation_split eval_split",
+    "validation_split": "eval_split validation_split_percentage",
+    "warmup_steps": "warmup_ratio",
+    "text_column": "prompt_column completion_column",
+    "profile": "profile_memory simulate_gpus",
+    "prefetch": "check show_sample simulate_gpus",
+    "show_sample": "check simulate_gpus",
+    "check": "simulate_gpus",
+    # All ways of --prove make the first step on the same sequences, in fp32.
+    "prove": "check prefetch show_sample eval_only simulate_gpus resume streaming load_in_4bit",
+    # The length of a stream is not known in advance.
+    "streaming": "epochs num_samples eval_split validation_split validation_split_percentage",
+    # A simulation trains no model.
+    "simulate_gpus": "resume save_every save_epochs eval_only eval_first generate export_hf "
+    f"merge_lora push_to_hub {_AT_INTERVALS}",
+}
+# A flag, and the one that it needs.
+NEEDED = {
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets", "merge_lora"), "lora_r"),
+    **dict.fromkeys(("use_peft", "load_in_4bit"), "lora_r"),
+    **dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub"),
+    **{"resume_force": "resume", "streaming": "max_steps"},
+}
+
+
+def refuse_conflicts(args: Arguments) -> None:
+    """Check that the flags can hold together."""
+    for flag, others in EXCLUDED.items():
+        for other in others.split():
+            if _is_set(args, flag) and _is_set(args, other):
+                raise UserError(f"--{flag} and --{other} cannot both hold: leave one out.")
+    for flag, other in NEEDED.items():
+        if _is_set(args, flag) and not _is_set(args, other):
+            raise UserError(f"--{flag} needs --{other}.")
+    dataset = args.dataset or ("pydocs" if args.model == EMBEDDED_MODEL else "")
+    problems = {
+        "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH": (
+            args.resume == "" and args.output_dir is None
+        ),
+        "--do_train false leaves nothing to do: add --do_eval to evaluate, or leave it out": (
+            args.do_train is False and not (args.do_eval or args.eval_only)
+        ),
+        f"--prove reads the gradient from AdamW's moments: leave --optim {args.optim} out": (
+            args.prove and args.optim != "adamw"
+        ),
+        "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states": (
+            args.simulate_gpus and args.max_steps == 1
+        ),
+        "--early_stopping_patience needs --eval_every with --streaming, which has no epochs": (
+            args.streaming and args.early_stopping_patience and not args.eval_every
+        ),
+        "--streaming reads one --dataset: a file, a folder or a dataset on the hub, not pydocs": (
+            args.streaming and (args.mixture or dataset == "pydocs")
+        ),
+        f"--streaming reads a whole split: --train_split {args.train_split} is a part or several": (
+            args.streaming and {*"[+"} & {*(args.train_split or "")}
+        ),
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise UserError(f"{problem}.")
+
+
+def _is_set(args: Arguments, flag: str) -> bool:
+    if flag == "no_eval":
+        return not args.eval
+    if flag == "export_dtype":
+        return args.export_dtype != "fp32"
+    value = getattr(args, flag)
+    return bool(value) or value == ""  # --resume without a path
+
+
+# ----------------------------------------------------------------------------- files and folders
 
 
 def is_local_model(name: str) -> bool:
@@ -27,6 +115,22 @@ def is_local_dataset(name: str) -> bool:
     return os.path.exists(name) or name.endswith(DATA_SUFFIXES) or is_local_model(name)
 
 
+def scratch_without_hub(args: Arguments) -> bool:
+    """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
+    return args.from_scratch and args.model in GPT2_SHAPES
+
+
+def names_on_hub(args: Arguments) -> tuple[str | None, list[str]]:
+    """Return the names on the hub of the model, or None, and of the datasets."""
+    is_on_hub = args.model != EMBEDDED_MODEL and not is_local_model(args.model)
+    datasets = [
+        "Salesforce/wikitext" if name == "wikitext" else name
+        for name, _ in datasets_of(args)
+        if name != "pydocs" and not is_local_dataset(name)
+    ]
+    return args.model if is_on_hub else None, datasets
+
+
 def check_data_paths(args: Arguments) -> None:
     """Check that files and folders of data, and the chat template, exist and fit other flags."""
     names = [name for name, _ in datasets_of(args)]
@@ -36,7 +140,7 @@ def check_data_paths(args: Arguments) -> None:
         files_of(Path(name), f"{flag} {name}", args.include)
         if os.path.isfile(name) and not os.path.getsize(name):
             raise UserError(f"{flag} {name} is empty.")
-    hub = [name for name in names if name != "pydocs" and not is_local_dataset(name)]
+    _, hub = names_on_hub(args)
     for flag in ("train_split", "eval_split", "dataset_revision"):
         if getattr(args, flag) and not hub:
             raise UserError(
