@@ -68,7 +68,7 @@ from support.model.loss import next_token_loss
 from support.report.run import Run
 from support.strategies import deepspeed as zero
 from support.strategies import fsdp, gradients
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 from support.train_state import TrainState
 
 

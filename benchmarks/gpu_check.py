@@ -53,7 +53,7 @@ from benchmarks.bench import (
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
 from support.memory.workload import Workload
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 # Calls of a step for which the host may wait for the GPU. Those of DeepSpeed are upper bounds.
 SYNCHRONIZING_CALLS = {"dp": 1, "fsdp": 1, "zero2": 8, "zero3": 8}

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from support.cli import argument_types as kinds
 from support.errors import EXIT_FAILED, MissingRequirement
 from support.strategies import ops, requirements
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 
 def main() -> None:

@@ -29,9 +29,8 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.errors import EXIT_COMPLETED, UserError, first_line
+from support.errors import EXIT_COMPLETED, UserError, first_line, redact
 from support.files.atomic import write_atomically, write_text
-from support.redaction import redact
 from support.units import human_bytes, human_rate
 
 EXIT_NOT_COMPLETED = 3

@@ -24,9 +24,9 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
+from support.console import text_table
 from support.errors import UserError
 from support.report.cost import Network, read_step
-from support.text_tables import text_table
 from support.units import GB, MB
 
 

@@ -22,12 +22,12 @@ from support import PROJECT
 from support.cli import argument_types as kinds
 from support.cli.aliases import IGNORED
 from support.cli.flags import GROUPS, HelpFormatter, build_parser, names_in_help
-from support.known_models import GPT2_SHAPES
+from support.console import replace_section
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict_all
 from support.memory.workload import Workload
 from support.report.compare import lasting_steps, tolerance_of
-from support.text_tables import replace_section
+from support.tables import GPT2_SHAPES
 from support.units import GB
 
 

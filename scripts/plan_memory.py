@@ -44,17 +44,16 @@ if __name__ == "__main__":
 from support.cli import argument_types as kinds
 from support.cli.argument_types import Options
 from support.cli.arguments import choose_seq_length
+from support.console import text_table
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.known_models import EMBEDDED_MODEL, name_on_hub
 from support.memory import fit
 from support.memory.activations import STEP
 from support.memory.architectures import find_architecture
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all
 from support.memory.fit import PREFERENCE, Limits
 from support.memory.workload import Workload, workload_of
-from support.optimizers import OPTIMIZERS
 from support.report import cost
-from support.text_tables import text_table
+from support.tables import EMBEDDED_MODEL, OPTIMIZERS, name_on_hub
 from support.units import GB
 
 # The answers of --solve: what it finds, and its key in --json.

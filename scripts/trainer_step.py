@@ -36,8 +36,8 @@ from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.console import Console
 from support.data import batches
-from support.labels import IGNORED
 from support.model import resolve as models
+from support.units import IGNORED
 
 # Flags that have the same name and meaning in TrainingArguments.
 SAME = (

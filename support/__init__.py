@@ -12,11 +12,12 @@ memory       measured and estimated memory
 report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
 train_state  counters, best evaluation and early stopping of a run
-errors       exceptions that end a run, exit codes, and what library errors mean
-process      output that cannot fail, signal handlers before the run has its own
+errors       exceptions that end a run, exit codes, what library errors mean; secrets are removed
+process      output that cannot fail, signal handlers before the run has its own, versions
+tables       strategies, optimizers, and models whose shape is known
 patches      all patches of other libraries
-
-The other modules here are small tables and tools that several packages use.
+console      lines, progress bars, and tables of text
+units        units, and sizes that several packages share
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Exceptions that end a run, exit codes, and what the user can do about a library's error.
 
-Every exception becomes a `UserError` (see `explain`), whose text is one line for the user.
+Every exception becomes a `UserError` (see `explain`), whose text is one line without secrets.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from support.redaction import redact
 
 EXIT_COMPLETED = 0
 EXIT_FAILED = 1
@@ -75,8 +75,8 @@ class Preempted(Exception):
 class FirstError:
     """The first error of several calls; after it, further calls do nothing.
 
-    For a rank that writes files between collectives. If it raised an exception, the other ranks
-    would wait for it. Instead it takes part in all collectives, and shares the error afterwards.
+    For a rank that writes files between collectives: the other ranks would wait for it if it raised
+    an exception. It takes part in all collectives, and shares the error afterwards.
     """
 
     error: Exception | None = None
@@ -117,6 +117,49 @@ def refused_as(problem: str, longest: int | None = None) -> Iterator[None]:
         raise UserError(f"{problem}: {first_line(error, longest)}") from error
 
 
+# ----------------------------------------------------------------------------------------- secrets
+
+HIDDEN = "***"
+# Names of environment variables whose values are secrets: HF_TOKEN, WANDB_API_KEY,
+# AWS_SECRET_ACCESS_KEY, …; not TOKENIZERS_….
+SECRET_NAME = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|APIKEY|(^|_)KEY($|_)", re.IGNORECASE
+)
+SHORTEST = 8  # characters; shorter values, such as "true" and "1", occur in every text
+# https://user:password@host
+IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE)
+HF_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+
+
+def redact(text: str) -> str:
+    """Replace secrets in a text by ***.
+
+    Secrets are credentials in URLs, Hugging Face tokens, and values of environment variables whose
+    names match `SECRET_NAME`.
+    """
+    secrets = (value for name, value in os.environ.items() if SECRET_NAME.search(name))
+    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
+        # HF_TOKEN_PATH holds a path, which is no secret.
+        if len(secret) >= SHORTEST and not (os.path.isabs(secret) and os.path.exists(secret)):
+            text = text.replace(secret, HIDDEN)
+    return HF_TOKEN.sub(HIDDEN, IN_URL.sub(rf"\1{HIDDEN}@", text))
+
+
+def redact_value(value):
+    """Replace secrets in a text, or in each text of a list; return any other value unchanged."""
+    if isinstance(value, list):
+        return [redact_value(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of `error` on stderr, without secrets."""
+    print(redact("".join(traceback.format_exception(error))), file=sys.stderr, end="", flush=True)
+
+
+# ------------------------------------------------------------------------------------------ advice
+
+
 def explain(error: BaseException) -> UserError:
     """Convert any exception into the `UserError` that is shown to the user, without credentials.
 
@@ -124,25 +167,15 @@ def explain(error: BaseException) -> UserError:
         `error` itself if it is a `UserError`. Otherwise an error with the advice of `ADVICE`, or
         with the first line of the library's message.
     """
-    user_error = _explained(error)
-    user_error.args = (redact(str(user_error)),)
-    return user_error
-
-
-def _explained(error: BaseException) -> UserError:
     if isinstance(error, UserError):
-        return error
-    name = type(error).__name__
-    if name == "ValidationError" and hasattr(error, "errors"):  # of pydantic, in DeepSpeed
-        detail = error.errors()[0]
-        key = ".".join(map(str, detail["loc"]))
-        return UserError(f"DeepSpeed configuration: {key}: {detail['msg']}.")
-    if isinstance(error, KeyboardInterrupt):
-        return TrainingError(str(error) or "Interrupted before the end; nothing more was written.")
-    text = first_line(error) if str(error) else ""
-    return look_up(error) or TrainingError(
-        f"{name}: {text} (run again with --verbose to see where)"
-    )
+        shown = error
+    elif isinstance(error, KeyboardInterrupt):
+        shown = TrainingError(str(error) or "Interrupted before the end; nothing more was written.")
+    else:
+        text = f"{type(error).__name__}: {first_line(error) if str(error) else ''}"
+        shown = look_up(error) or TrainingError(f"{text} (run again with --verbose to see where)")
+    shown.args = (redact(str(shown)),)
+    return shown
 
 
 LESS_MEMORY = (
@@ -187,8 +220,7 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
         "is full in a container: docker run --shm-size=8g. Complete checkpoints are unchanged.",
     ),
     (
-        r"^ModuleNotFoundError: No module named '(torch|transformers|tokenizers|safetensors|numpy|"
-        r"huggingface_hub|accelerate|datasets|pyarrow|psutil|yaml|tqdm|jinja2|packaging|deepspeed)'",
+        r"^ModuleNotFoundError: No module named '[a-z_]+'",
         MissingRequirement,
         "{said}: activate the project's environment (`source .venv/bin/activate`), or pip install "
         "-r requirements.txt. dp and fsdp need no deepspeed: pip install deepspeed adds the rest.",
@@ -214,9 +246,8 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
         + r".*(Connection (refused|reset|closed)|Broken pipe)",
         TrainingError,
         "The connection to another rank failed. Look for its message on its host; without one it "
-        "was killed by the scheduler, or by the kernel because the memory was full (`dmesg | grep "
-        "-i oom`). If it runs, a firewall or the network is in the way: set NCCL_SOCKET_IFNAME "
-        "(GLOO_SOCKET_IFNAME on CPUs) to a network that `ip addr` lists on all hosts. ({said})",
+        "was killed, usually because the memory was full (`dmesg | grep -i oom`). If it runs, set "
+        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to a network of all hosts. ({said})",
     ),
     (
         r"[Ww]atchdog.*(timeout|timed out)|" + AMONG_RANKS + r".*([Tt]imed out|[Tt]imeout)",
@@ -244,16 +275,16 @@ COMPILER_ERROR = r"^(?!Error building).*(error:|cannot find|undefined reference|
 
 def look_up(error: BaseException) -> UserError | None:
     """Return a new error with the advice of the first row of ADVICE that matches, or None."""
-    text = f"{type(error).__name__}: {error}"
-    said = first_line(error).rstrip(".")
+    text, said = f"{type(error).__name__}: {error}", first_line(error).rstrip(".")
     for words, kind, advice in ADVICE:
         if re.search(words, text, re.DOTALL):
-            found = re.search(COMPILER_ERROR, str(error), re.MULTILINE)
-            placeholders = {
-                "said": said,
-                "where": getattr(error, "filename", None) or "a file",
-                "compiler": found[0].strip() if found else said,
-                "port": os.environ.get("MASTER_PORT", "29500"),
-            }
-            return kind(advice.format(**placeholders))
+            compiler = re.search(COMPILER_ERROR, str(error), re.MULTILINE)
+            return kind(
+                advice.format(
+                    said=said,
+                    where=getattr(error, "filename", None) or "a file",
+                    compiler=compiler[0].strip() if compiler else said,
+                    port=os.environ.get("MASTER_PORT", "29500"),
+                )
+            )
     return None

@@ -1,8 +1,7 @@
 """All patches of other libraries: one function each, called where the patch is needed.
 
-A patch names the version in which the behavior was seen, why it is changed, and when the patch can
-be removed. tests/unit/test_patches.py lists what each patch replaces, and looks up these names in
-the installed libraries. Importing this module changes nothing and imports none of them.
+A patch names the version in which the behavior was seen, why it is changed, and when to remove it.
+tests/unit/test_patches.py looks up the names that are replaced in the installed libraries.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from collections.abc import Callable
 def replace_packed_sequence_check(isolate: bool) -> None:
     """transformers 5.23.0: replace the check for several packed sequences in one row of a batch.
 
-    The check in every forward pass reads a tensor on the GPU, so the host waits. A compiled model
-    passes a mask to attention instead, which disables FlashAttention. Here the run's flags say in
-    advance whether positions restart.
+    In each forward pass it reads a tensor on the GPU, so the host waits; in a compiled model it
+    adds a mask, which disables FlashAttention. Here the flags say whether positions restart.
 
     Remove it when `find_packed_sequence_indices` no longer converts a tensor on the device to bool.
 
@@ -39,8 +37,8 @@ def replace_packed_sequence_check(isolate: bool) -> None:
 def skip_padding_check() -> None:
     """transformers 5.23.0: do not check in each forward pass whether the inputs contain padding.
 
-    The check reads token ids, so the host waits for the GPU. Our padding is at the end, where
-    causal attention needs no mask.
+    It reads token ids, so the host waits for the GPU. Our padding is at the end, where causal
+    attention needs no mask.
 
     Remove it when `warn_if_padding_and_no_attention_mask` no longer reads a tensor on the device.
     """
@@ -52,8 +50,8 @@ def skip_padding_check() -> None:
 def override_collectives(kernels: dict[str, Callable]):
     """torch 2.13.0: run a function of ours before each collective of torch.distributed.
 
-    torch has no public hook that also sees the collectives that DDP's reducer starts in C++. A
-    function that redispatches below the Autograd key does not change the collective.
+    No public hook sees the collectives that DDP's reducer starts in C++. A function that
+    redispatches below the Autograd key does not change the collective.
 
     Remove it when torch.distributed reports the collectives of all its users.
 
@@ -87,8 +85,8 @@ def quote_library_path() -> None:
 def load_compiled_ops(names: list[str], load: Callable) -> None:
     """DeepSpeed 0.19.8: load ops of ours; the others are compiled and loaded by DeepSpeed.
 
-    DeepSpeed would look for the compiler and run ninja on each rank. If a rank is killed meanwhile,
-    torch leaves a lock behind, for which every later process waits without a message.
+    DeepSpeed would run ninja on each rank. If a rank is killed meanwhile, torch leaves a lock
+    behind, for which every later process waits without a message.
 
     Remove it when DeepSpeed loads a compiled op without a compiler.
 
@@ -108,8 +106,8 @@ def load_compiled_ops(names: list[str], load: Callable) -> None:
 def skip_shared_memory_op() -> None:
     """DeepSpeed 0.19.8: do not compile and load the op deepspeed_shm_comm on a CPU.
 
-    Only tensor-parallel inference uses it. It takes about 20 s to compile, and 69 MB in /dev/shm
-    for each rank under DeepSpeed's launcher, which are not released.
+    Only tensor-parallel inference uses it. It takes 20 s to compile, and 69 MB of /dev/shm for
+    each rank under DeepSpeed's launcher, which are not released.
 
     Remove it when DeepSpeed loads the op at its first use.
     """

@@ -1,4 +1,4 @@
-"""Set-up of a process before its heavy imports: output that cannot fail, and signal handlers.
+"""A process before its heavy imports: output that cannot fail, signal handlers; its versions.
 
 Only small modules of the standard library are imported here, so that signals are handled early.
 """
@@ -6,15 +6,17 @@ Only small modules of the standard library are imported here, so that signals ar
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
-import select
+import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from support import PROJECT
 from support.errors import EXIT_FAILED, TrainingError, UserError, explain
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -27,49 +29,33 @@ END_SECONDS = 60  # for a program to end after SIGTERM; torchrun kills its ranks
 
 
 class LossyFile(io.FileIO):
-    """A stream that drops what it cannot write.
-
-    A full disk, a closed pipe or a lost terminal must not end a run.
-    """
+    """A stream that drops what it cannot write: a full disk or a closed pipe must not end a run."""
 
     lost: OSError | None = None  # the error of the first write that failed, or None
 
     def write(self, data) -> int:
         """Write `data` or its first bytes; return their number, or after an error that of all."""
         try:
-            # None: another program made this pipe non-blocking, and it is full.
-            while (written := super().write(data)) is None:
-                select.select([], [self], [])
-            return written
+            written = super().write(data)
         except OSError as error:
-            self.lost = self.lost or error
-            return len(data)
+            self.lost, written = self.lost or error, None
+        return len(data) if written is None else written  # None: a full pipe that does not block
 
 
 def protect_output() -> None:
-    """Replace sys.stdout and sys.stderr by streams that ignore errors, also at exit.
-
-    A descriptor that was closed at the start (`>&-`) is opened on /dev/null. Otherwise the next
-    file or socket would get its number, and a library's output would be written into that file.
-    """
+    """Replace sys.stdout and sys.stderr by streams that ignore errors, also at exit."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # returns the lowest free number, which is this one
-            os.set_inheritable(number, True)
-    if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it stays open)
+        except OSError:  # closed (`>&-`): the next file of the run would get its number
+            os.open(os.devnull, os.O_RDWR)
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if isinstance(getattr(getattr(stream, "buffer", None), "raw", None), LossyFile):
-            continue
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.flush()
-        lossy = io.BufferedWriter(LossyFile(number, "w", closefd=False))
+        with contextlib.suppress(OSError, AttributeError):
+            stream.flush()
         # errors="replace": a terminal without UTF-8 must not end the run either.
         encoding = getattr(stream, "encoding", None) or "utf-8"
+        lossy = io.BufferedWriter(LossyFile(number, "w", closefd=False))
         wrapped = io.TextIOWrapper(lossy, encoding, errors="replace", line_buffering=True)
         setattr(sys, name, wrapped)
         setattr(sys, f"__{name}__", wrapped)
@@ -89,9 +75,7 @@ def check_output() -> None:
 
 
 def run_command_line(main: Callable[[], int | None], printed: bool = True) -> NoReturn:
-    """Run the `main` function of a small program and exit.
-
-    A full disk, `| head` and Ctrl-C lead to a proper exit code without a traceback.
+    """Run the `main` function of a small program and exit, without a traceback of its errors.
 
     Args:
         main: the program; see `exit_code_of`.
@@ -106,7 +90,9 @@ def run_command_line(main: Callable[[], int | None], printed: bool = True) -> No
         return code
 
     protect_output()
-    _handle(STOP_SIGNALS, _raise_at_signal)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # compare_strategies.sh ignores some
+            signal.signal(number, _raise_at_signal)
     sys.exit(exit_code_of(run))
 
 
@@ -133,18 +119,17 @@ def run_program(command: list[str], env: dict[str, str] | None = None) -> tuple[
 
     If this process is stopped, so is the program: torchrun forwards SIGTERM to its ranks.
     """
-    none, pipe, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+    pipe, same = subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(
-        command, env=env, stdin=none, stdout=pipe, stderr=same, text=True, errors="replace"
+        command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=same, text=True
     ) as program:
         try:
             output, _ = program.communicate()
         except BaseException:
             program.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 program.communicate(timeout=END_SECONDS)  # a full pipe would block it
-            except subprocess.TimeoutExpired:
-                program.kill()
+            program.kill()
             raise
     return program.returncode, output
 
@@ -156,20 +141,12 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
         numbers: signals to handle even if the parent process set them to be ignored, as a shell
             does with SIGINT for `&`.
     """
-    _handle(STOP_SIGNALS, _end_before_start, numbers)
+    for number in STOP_SIGNALS:
+        if number in numbers or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end_before_start)
     # Its handler is that of support/cluster/watchdog.py; until then it must not end the process.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.excepthook = _report_missing_package
-
-
-def _handle(numbers: Iterable[int], handler: Callable, also_if_ignored: Iterable[int] = ()) -> None:
-    """Install a handler of signals, except for those that the parent process has ignored.
-
-    compare_strategies.sh, for example, ignores signals while it writes its report.
-    """
-    for number in numbers:
-        if number in also_if_ignored or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
 
 
 def _raise_at_signal(number: int, _frame) -> NoReturn:
@@ -206,3 +183,24 @@ def exit_now(code: int) -> NoReturn:
         with contextlib.suppress(Exception):  # the stream is closed
             stream.flush()
     os._exit(code)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, CUDA, ROCm and the libraries that affect the results."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "peft", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {name: text for name, text in {**found, "rocm": torch.version.hip}.items() if text}
+
+
+def code_digest() -> str:
+    """Return the first 12 hex digits of the SHA-256 digest of this project's code."""
+    digest = hashlib.sha256()
+    for path in [PROJECT / "real_model_example.py", *sorted((PROJECT / "support").rglob("*.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

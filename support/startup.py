@@ -17,18 +17,21 @@ from support import process
 from support.cli import checks
 from support.cli.arguments import Arguments
 from support.cli.ds_config import check_with_deepspeed
-from support.cli.hub import ask_hub
 from support.cli.parse import ignored_flags, parse_arguments
 from support.cli.run_file import as_yaml
 from support.cluster import launch as launching
 from support.cluster import tuning
 from support.cluster.launch import Launch
 from support.cluster.restart import continue_restarted
-from support.errors import EXIT_COMPLETED, EXIT_PREEMPTED, MissingRequirement, Preempted, UserError
-from support.known_models import EMBEDDED_MODEL
-from support.memory.architectures import read_config
-from support.optimizers import OPTIMIZERS
-from support.redaction import redact
+from support.errors import (
+    EXIT_COMPLETED,
+    EXIT_PREEMPTED,
+    MissingRequirement,
+    Preempted,
+    UserError,
+    redact,
+)
+from support.tables import EMBEDDED_MODEL, OPTIMIZERS
 
 
 def start(argv: list[str]) -> tuple[Arguments, Launch]:
@@ -71,8 +74,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         # These two write no results, and may run where the run's disks and packages are missing.
         if not (args.prefetch or args.show_sample):
             check_run(args)
-        hub_offline, hub_problem = ask_hub(args, launch.is_main, launch.is_node_leader)
-        args = args.replace(hub_offline=hub_offline, hub_problem=hub_problem)
+        args = ask_hub(args, launch)
         for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
         if args.prefetch:
@@ -96,7 +98,6 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     Args:
         train: returns the wrapped model.
     """
-    # They need torch, which the script has imported before.
     from support.cluster.devices import choose_precision
     from support.cluster.process_group import join
     from support.commands import command_of
@@ -143,6 +144,17 @@ def check_run(args: Arguments) -> None:
             raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
 
 
+def ask_hub(args: Arguments, launch: Launch) -> Arguments:
+    """Return the arguments with whether the hub is used; only a run that needs it asks it."""
+    if not (any(checks.names_on_hub(args)) or args.push_to_hub):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return args.replace(hub_offline=True)
+    from support.cli import hub
+
+    offline, problem = hub.ask_hub(args, launch.is_main, launch.is_node_leader)
+    return args.replace(hub_offline=offline, hub_problem=problem)
+
+
 def check_model_path(args: Arguments) -> None:
     """Check that a model given as a folder exists and is a Hugging Face model.
 
@@ -156,19 +168,14 @@ def check_model_path(args: Arguments) -> None:
             f"--model_revision is for models on the hub, and --model {args.model} is none: leave "
             "it out."
         )
-    if not is_local:
-        return
-    folder = Path(args.model)
-    if not folder.is_dir():
+    if is_local and not Path(args.model).is_dir():
         raise UserError(f"--model {args.model}: no such folder.")
-    if not (folder / "config.json").is_file():
-        problem = "the folder has no config.json, so it holds no Hugging Face model."
-        if (folder / "hf" / "config.json").is_file():
-            problem = f"it is the folder of a run: use its model, --model {folder / 'hf'}."
-        elif (folder / "adapter_config.json").is_file():
-            problem = (
-                "the folder holds adapters only. Export the whole model with --merge_lora, or "
-                "continue the run that trained them (--resume, with its --model and --lora_r)."
-            )
-        raise UserError(f"--model {args.model}: {problem}")
-    read_config(str(folder / "config.json"))
+    if is_local and not Path(args.model, "config.json").is_file():
+        raise UserError(
+            f"--model {args.model}: the folder has no config.json, so it holds no whole model. That "
+            "of a run is in hf/; adapters become one with --merge_lora."
+        )
+    if is_local:
+        from support.memory.architectures import read_config
+
+        read_config(f"{args.model}/config.json")

@@ -18,7 +18,7 @@ from support.cluster.context import DistContext
 from support.data.tokenize import tokenizer_fingerprint
 from support.errors import UserError
 from support.files.user_files import shown
-from support.unwrap import full_shape, unwrapped
+from support.train_state import full_shape, unwrapped
 
 INFORMATIONAL_FLAGS = """
     strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps

@@ -27,9 +27,9 @@ from support.files.atomic import finish_folder, start_folder
 from support.files.safetensors_writer import WeightFiles
 from support.model.export import model_card
 from support.model.lora import peft_name
+from support.process import versions
 from support.strategies.optimizer_shards import MOMENTS
 from support.train_state import NEW_RUN
-from support.versions import versions
 
 UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 

@@ -11,7 +11,7 @@ from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import UserError
 from support.files.user_files import shown
-from support.optimizers import OPTIMIZERS
+from support.tables import OPTIMIZERS
 
 Found = tuple[Path, dict]  # a checkpoint's folder and its manifest
 

@@ -32,8 +32,7 @@ from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
 from support.strategies.optimizer_shards import PlainState, free_gathered_weights, sharded_state
-from support.train_state import NEW_RUN, TrainingObjects, TrainState
-from support.unwrap import unwrapped
+from support.train_state import NEW_RUN, TrainingObjects, TrainState, unwrapped
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 

@@ -5,10 +5,9 @@ argument_types  types of flags with their limits, and a parser whose errors are 
 flags           the parser of all flags
 aliases         flag names of Hugging Face's Trainer and other trainers
 parse           from the command line to the arguments: defaults, run file, flags
-conflicts       flags that exclude each other, or need another one
 run_file        --config and --print_config: flags in a YAML file
 ds_config       --ds_config: DeepSpeed's configuration, merged with the flags
 fsdp_config     --fsdp_config: FSDP's options
-paths           checks of files and folders
+checks          flags that exclude each other, or need another one; files and folders
 hub             the probe of the Hugging Face hub
 """

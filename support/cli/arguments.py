@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from support.cli import argument_types as kinds
 from support.errors import UserError
-from support.known_models import EMBEDDED_MODEL
-from support.optimizers import OPTIMIZERS
-from support.strategy import STRATEGIES
+from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
 
 
 class Dataset(NamedTuple):

@@ -10,7 +10,7 @@ from support.cli.arguments import Arguments, datasets_of
 from support.errors import UserError
 from support.files.folders import files_of
 from support.files.user_files import read_text
-from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
+from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's

@@ -19,7 +19,7 @@ from support.cli.flags import FLAGS
 from support.errors import UserError
 from support.files.atomic import write_text
 from support.files.user_files import did_you_mean, read_text, shown, unique_keys
-from support.strategy import STRATEGIES, Strategy
+from support.tables import STRATEGIES, Strategy
 
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
 AUTO = "auto"

@@ -9,9 +9,8 @@ import threading
 
 from support.cli.arguments import Arguments
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
-from support.errors import UserError, first_line
+from support.errors import UserError, first_line, redact
 from support.files.hub_cache import cached_repository, huggingface_home, missing_of_model
-from support.redaction import redact
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 

@@ -15,9 +15,7 @@ from support.cli.flags import FLAGS, build_parser
 from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
-from support.known_models import EMBEDDED_MODEL
-from support.optimizers import OPTIMIZERS
-from support.strategy import STRATEGIES
+from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
 
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured

@@ -17,16 +17,22 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from support import progress
+from support import console as progress
 from support.cluster.launch import Launch
 from support.cluster.restart import REQUEST, Restart
 from support.cluster.stop_signal import StopSignal
 from support.cluster.watchdog import ROUND_SECONDS, Watchdog
 from support.console import Console
-from support.errors import EXIT_FAILED, LESS_MEMORY, OutOfMemory, UserError, explain
+from support.errors import (
+    EXIT_FAILED,
+    LESS_MEMORY,
+    OutOfMemory,
+    UserError,
+    explain,
+    print_traceback,
+)
 from support.files.atomic import TemporaryPaths
 from support.process import exit_now
-from support.redaction import print_traceback
 
 HOST_IS_FULL = (
     "It is the host's memory, not the GPU's: "

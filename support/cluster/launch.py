@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from support import process
-from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain
-from support.redaction import print_traceback
+from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain, print_traceback
 
 
 @dataclass(frozen=True)

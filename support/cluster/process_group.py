@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support import progress
+from support import console as progress
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.devices import choose_device, identify_gpu, unused_gpu
@@ -27,9 +27,8 @@ from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.watchdog import rank_names
 from support.console import Console
 from support.errors import EXIT_FAILED, TrainingError
-from support.process import exit_now
-from support.strategy import STRATEGIES
-from support.versions import code_digest, versions
+from support.process import code_digest, exit_now, versions
+from support.tables import STRATEGIES
 
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 NOTICE_SECONDS = 10  # after which a line names the ranks that are missing

@@ -29,13 +29,12 @@ from typing import IO
 import psutil
 import torch.distributed as dist
 
-from support import progress
+from support import console as progress
 from support.cluster.comm_volume import Traffic
 from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.stop_signal import StopSignal
-from support.console import Console
+from support.console import Console, text_table
 from support.errors import TrainingError
-from support.text_tables import text_table
 from support.train_state import TrainState
 
 ROUND_SECONDS = 1

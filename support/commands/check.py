@@ -35,13 +35,12 @@ from support.cli.arguments import Arguments, choose_seq_length
 from support.cli.ds_config import configured_strategy
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError, redact
 from support.files import hub_cache
 from support.memory import architectures, fit
 from support.memory.estimate import predict
-from support.redaction import redact
 from support.strategies import ops
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 from support.units import GB, MB
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"

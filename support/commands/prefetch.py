@@ -13,8 +13,8 @@ from support.console import Console
 from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.hub_cache import cache_folder, huggingface_home
-from support.known_models import EMBEDDED_MODEL
 from support.model import resolve as models
+from support.tables import EMBEDDED_MODEL
 
 
 def prefetch(args: Arguments, launch: Launch) -> NoReturn:

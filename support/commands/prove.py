@@ -27,10 +27,10 @@ from support.cli.fsdp_config import FsdpOptions
 from support.cli.run_file import as_yaml
 from support.cluster.launch import free_port
 from support.cluster.stop_signal import StopSignal
+from support.console import text_table
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
-from support.text_tables import text_table
 
 PYTHON = sys.executable
 SCRIPT = PROJECT / "real_model_example.py"

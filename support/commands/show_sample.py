@@ -10,8 +10,8 @@ from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
 from support.data import batches, streaming
 from support.errors import EXIT_COMPLETED
-from support.labels import IGNORED
 from support.model import resolve as models
+from support.units import IGNORED
 
 
 def show_sample(args: Arguments, ctx: DistContext) -> int:

@@ -24,8 +24,8 @@ from support.data.rows import evaluates_only
 from support.data.sequences import MicroBatch, Mixture, Padding, Sequences
 from support.errors import UserError
 from support.files.atomic import digest_of_json
-from support.labels import IGNORED
 from support.train_state import NEW_RUN, TrainState
+from support.units import IGNORED
 
 NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one sequence, or a stream without "

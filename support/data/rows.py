@@ -24,7 +24,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
-from support import progress
+from support import console as progress
 from support.cli.arguments import Arguments, held_out_share
 from support.cli.checks import is_local_dataset
 from support.cluster.context import DistContext

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from support.cli.arguments import Arguments
-from support.labels import IGNORED
+from support.units import IGNORED
 
 # Inputs, labels, and the positions of the tokens in their documents (None: not isolated), each
 # int64 of shape [sequences, length].

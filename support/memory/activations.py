@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from support.chunks import number_of_chunks
 from support.memory.workload import Workload
+from support.units import number_of_chunks
 
 # Moments of an optimizer step at which its memory can be at its peak: while the loss is computed;
 # at the start of backward, with all activations; at its end, with all gradients; in the update.

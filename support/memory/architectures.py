@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from support.errors import UserError
 from support.files.user_files import read_json
-from support.known_models import CONFIGS, name_on_hub
+from support.tables import CONFIGS, name_on_hub
 
 # The supported families, with transformers' defaults for keys that config.json omits.
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ from support.memory.activations import (
     loss_terms,
 )
 from support.memory.workload import Workload
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 from support.units import GB, MB
 
 # Allowances, not measured: for memory outside of tensors (the CUDA context, cuBLAS workspaces,

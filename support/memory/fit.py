@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from support.cli.arguments import Arguments, isolates_documents
 from support.cli.ds_config import configured_strategy
 from support.errors import UserError
-from support.known_models import gpt2_config
 from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
 from support.memory.workload import Workload, adapters, workload_of
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES, gpt2_config
 from support.units import GB
 
 # The order of recommendation: the first that fits is the simplest and usually the fastest.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from support.unwrap import base_optimizer, is_dtensor, is_fsdp_module, local_part
+from support.train_state import base_optimizer, is_dtensor, is_fsdp_module, local_part
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from support.errors import UserError
 from support.memory.architectures import Architecture
-from support.optimizers import OPTIMIZERS
-from support.strategy import STRATEGIES
+from support.tables import OPTIMIZERS, STRATEGIES
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
 USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}

@@ -26,13 +26,12 @@ from support.cluster.context import DTYPES, DistContext
 from support.errors import FirstError, TrainingError, UserError
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
-from support.known_models import EMBEDDED_MODEL
 from support.memory.system import host_bytes
 from support.model import lora
 from support.model.weights import persistent_buffers
-from support.optimizers import OPTIMIZERS
+from support.tables import EMBEDDED_MODEL, OPTIMIZERS
+from support.train_state import unwrapped
 from support.units import GB, perplexity_of
-from support.unwrap import unwrapped
 
 if TYPE_CHECKING:
     from support.checkpoints.manager import CheckpointManager

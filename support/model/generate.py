@@ -12,7 +12,7 @@ from support.cluster.context import DistContext
 from support.model import isolation
 from support.model.layers import max_positions
 from support.model.resolve import ModelSpec
-from support.unwrap import unwrapped
+from support.train_state import unwrapped
 
 if TYPE_CHECKING:
     from support.data.chat import Prompt

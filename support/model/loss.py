@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.chunks import number_of_chunks
-from support.labels import IGNORED
 from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
-from support.unwrap import unwrapped
+from support.train_state import unwrapped
+from support.units import IGNORED, number_of_chunks
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
 COMPUTED_IN_BACKWARD = (torch.float16,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from support import progress
+from support import console as progress
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, first_line, refused_as

@@ -33,13 +33,12 @@ from support.errors import UserError, first_line, refused_as
 from support.files.atomic import write_text
 from support.files.cache import Cache
 from support.files.hub_cache import cache_folder, login_command
-from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
 from support.model.isolation import check_isolation, choose_block_mask
 from support.model.layers import fuse_gelu, max_positions, set_dropout
 from support.model.lora import Lora
 from support.model.loss import add_loss, returns_plain_logits
-from support.strategy import STRATEGIES
+from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY, STRATEGIES
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -23,7 +23,7 @@ from support.files import atomic
 from support.files.user_files import shown
 from support.report.causes import Difference, differences_of, facts_of
 from support.report.metrics_file import read_metrics
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 # Largest relative difference between losses that rounding explains, by precision. On a GPU fp32
 # matrices are multiplied in TF32, which keeps 10 bits of each factor's mantissa.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
+from support.console import markdown_table, text_table
 from support.files.atomic import only_finite
 from support.report import PHASES
 from support.report.compare import (
@@ -18,8 +19,7 @@ from support.report.compare import (
     state_bytes,
     tolerance_of,
 )
-from support.strategy import STRATEGIES
-from support.text_tables import markdown_table, text_table
+from support.tables import STRATEGIES
 from support.units import GB, MB, human_bytes, human_rate
 
 WIDTH = 80

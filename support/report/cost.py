@@ -21,13 +21,13 @@ from support import PROJECT, process
 from support.cli.argument_types import Options
 from support.cli.ds_config import lookup
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
+from support.console import text_table
 from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
 from support.memory.workload import Workload
 from support.report.metrics_file import read_metrics
 from support.report.peak_flops import find_by_short_name, flops_per_token
-from support.strategy import STRATEGIES
-from support.text_tables import text_table
+from support.tables import STRATEGIES
 from support.units import human_rate, human_time
 
 DEFAULT_MFU = 0.4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from support import progress
+from support import console as progress
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data.batches import steps_of

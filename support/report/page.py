@@ -13,8 +13,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from support.checkpoints.format import list_checkpoints
-from support.errors import UserError
-from support.redaction import redact
+from support.errors import UserError, redact
 from support.report import comparison_text, plots
 from support.report.compare import lookup, read_comparison, read_folder
 from support.units import MB, human_bytes, human_rate

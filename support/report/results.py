@@ -18,11 +18,10 @@ from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
 from support.cluster.devices import cpu_fact
 from support.cluster.tuning import available_cores
-from support.errors import UserError
+from support.errors import UserError, redact, redact_value
 from support.files import folders
 from support.files.atomic import lock
-from support.redaction import redact, redact_value
-from support.versions import code_digest, versions
+from support.process import code_digest, versions
 
 
 def facts_at_start(args: Arguments, ctx: DistContext) -> dict:

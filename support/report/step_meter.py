@@ -16,8 +16,7 @@ from support.cluster.context import DistContext
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
 from support.report import PHASES
-from support.train_state import TrainState
-from support.unwrap import unwrapped
+from support.train_state import TrainState, unwrapped
 
 EARLY_MEASURED_STEP = 5  # its memory is measured if early stopping may end the run at any step
 

@@ -14,14 +14,14 @@ import torch
 from support.cli.arguments import Arguments
 from support.cli.ds_config import nvme_folder
 from support.cluster.context import DistContext
+from support.console import text_table
 from support.errors import TrainingError
 from support.memory import fit
 from support.memory import measure as memory
 from support.model.resolve import ModelSpec
-from support.optimizers import OPTIMIZERS
 from support.report.metrics_log import MetricsLogger
 from support.report.peak_flops import flops_per_token, peak_flops
-from support.text_tables import text_table
+from support.tables import OPTIMIZERS
 from support.train_state import TrainState
 from support.units import GB, human_bytes, perplexity_of
 

@@ -12,9 +12,8 @@ from support.cli.arguments import Arguments
 from support.cli.checks import EVENT_FILES
 from support.cluster.context import DistContext
 from support.console import Console
-from support.errors import UserError, explain, first_line
+from support.errors import UserError, explain, first_line, redact_value
 from support.files.atomic import write_text
-from support.redaction import redact_value
 from support.units import GB
 
 DEFAULT_PROJECT = "distributed-training"  # on wandb

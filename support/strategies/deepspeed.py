@@ -23,7 +23,7 @@ from support.cli.ds_config import (
 )
 from support.cluster.context import DistContext
 from support.strategies import ops, requirements
-from support.strategy import Strategy
+from support.tables import Strategy
 
 
 def configure_deepspeed(args: Arguments, ctx: DistContext, spec) -> dict:

@@ -7,7 +7,7 @@ from torch import nn
 
 from support.cluster.context import DistContext
 from support.model.layers import transformer_blocks
-from support.unwrap import is_fsdp_module
+from support.train_state import is_fsdp_module
 
 __all__ = ["blocks_to_shard", "fill_from_rank0", "is_fsdp_module"]
 

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.chunks import NORM_CHUNK
 from support.cli.ds_config import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.cluster.context import DistContext
 from support.errors import TrainingError
-from support.train_state import TrainingObjects
-from support.unwrap import base_optimizer, is_fsdp_module, local_part
+from support.train_state import TrainingObjects, base_optimizer, is_fsdp_module, local_part
+from support.units import NORM_CHUNK
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

@@ -32,7 +32,7 @@ from pathlib import Path
 from support import PROJECT, patches
 from support.cluster import tuning
 from support.errors import MissingRequirement, look_up
-from support.strategy import Strategy
+from support.tables import Strategy
 
 CPU_INFO = Path("/proc/cpuinfo")
 # The flags in it of instructions that a compiler uses with -march=native. The other

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.errors import TrainingError
-from support.unwrap import (
+from support.train_state import (
     base_optimizer,
     full_shape,
     is_dtensor,

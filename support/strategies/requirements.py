@@ -17,7 +17,7 @@ from support.cli.ds_config import configured_strategy
 from support.errors import MissingRequirement, UserError
 from support.files.atomic import TemporaryFolder
 from support.strategies import ops
-from support.strategy import Strategy
+from support.tables import Strategy
 from support.units import GB
 
 OLDEST_INFINITY_ON_CPU = Version("0.19.4")  # of DeepSpeed

@@ -8,8 +8,7 @@ from generated_scripts import SECRETS
 def test_no_secret_in_errors_settings_and_tracebacks(monkeypatch, capfd):
     from support.cli.hub import answers
     from support.cli.parse import parse_arguments
-    from support.errors import UserError, explain
-    from support.redaction import print_traceback
+    from support.errors import UserError, explain, print_traceback
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

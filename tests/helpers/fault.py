@@ -237,8 +237,8 @@ def main() -> None:
     elif kind == "witness":
         let_deepspeed_witness(":".join(values))
     elif kind == "own_means":
-        from support.labels import IGNORED
         from support.model import loss
+        from support.units import IGNORED
 
         compute_loss = loss.next_token_loss
 

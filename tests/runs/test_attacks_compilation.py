@@ -15,7 +15,7 @@ import pytest
 from conftest import PROJECT, finish, path_without, start
 
 from support.strategies import ops
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.strategies import ops
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 
 def test_ops_that_infinity_compiles_are_those_that_async_io_loads(monkeypatch):

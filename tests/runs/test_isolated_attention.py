@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support import patches
 from support.data.sequences import Padding, micro_batch
 from support.errors import UserError
-from support.labels import IGNORED
 from support.model import isolation, loss, weights
+from support.units import IGNORED
 
 # Older versions do not know some of these models, and isolate documents in fewer of them.
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support import chunks, patches
+from support import patches
+from support import units as chunks
 from support.data.batches import IGNORED
 from support.model import loss, weights
 

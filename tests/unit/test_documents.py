@@ -10,7 +10,7 @@ import schema_check
 from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, tracked
 from generate_docs import SECTIONS, generated
 
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]

@@ -17,7 +17,7 @@ from support.cli.ds_config import (
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 from support.strategies import ops
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 STAGE2 = {"zero_optimization": {"stage": 2}}
 MODEL = ModelSizes(64, 10**6, 10**5, tied=True)

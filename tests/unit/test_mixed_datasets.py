@@ -11,7 +11,7 @@ from support.cli.parse import parse_arguments, parse_datasets
 from support.cli.run_file import as_yaml
 from support.data.sequences import Mixture, Padding, Sequences, shares_of
 from support.errors import UserError
-from support.labels import IGNORED
+from support.units import IGNORED
 
 
 @pytest.mark.parametrize(

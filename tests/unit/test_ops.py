@@ -8,7 +8,7 @@ import pytest
 from support import patches
 from support.errors import MissingRequirement
 from support.strategies import ops, requirements
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 
 def test_only_offload_and_infinity_need_ops():

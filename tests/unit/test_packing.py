@@ -17,7 +17,7 @@ from support.data.sequences import Padding, pack
 from support.data.tokenize import tokenize_once
 from support.errors import UserError
 from support.files.cache import Cache
-from support.labels import IGNORED
+from support.units import IGNORED
 
 LENGTH = 64
 

@@ -18,7 +18,7 @@ from support.cluster import devices
 from support.errors import MissingRequirement
 from support.memory import system
 from support.strategies import requirements as requirements_of_strategy
-from support.strategy import STRATEGIES
+from support.tables import STRATEGIES
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # Names of packages whose modules have other names.

@@ -23,7 +23,7 @@ REDACTED = {
 @pytest.mark.attack
 @pytest.mark.parametrize("text", REDACTED)
 def test_redact(monkeypatch, text):
-    from support.redaction import redact
+    from support.errors import redact
 
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     monkeypatch.setenv("OTHER_TOKEN", "short")

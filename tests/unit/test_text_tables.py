@@ -1,6 +1,6 @@
 """The tables of plan_memory.py and compare_runs.py."""
 
-from support.text_tables import markdown_table, text_table
+from support.console import markdown_table, text_table
 
 ROWS = [["dp", "1.00×"], ["infinity", "—"]]
 

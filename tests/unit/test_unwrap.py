@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from support.unwrap import is_fsdp_module
+from support.train_state import is_fsdp_module
 
 
 def test_modules_of_fsdp_are_recognized_by_a_method():
