@@ -172,8 +172,8 @@ def check_model_path(args: Arguments) -> None:
         raise UserError(f"--model {args.model}: no such folder.")
     if is_local and not Path(args.model, "config.json").is_file():
         raise UserError(
-            f"--model {args.model}: the folder has no config.json, so it holds no whole model. That "
-            "of a run is in hf/; adapters become one with --merge_lora."
+            f"--model {args.model}: the folder has no config.json, so it holds no whole model. "
+            "That of a run is in hf/; adapters become one with --merge_lora."
         )
     if is_local:
         from support.memory.architectures import read_config

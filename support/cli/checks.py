@@ -73,6 +73,9 @@ def refuse_conflicts(args: Arguments) -> None:
         f"--prove reads the gradient from AdamW's moments: leave --optim {args.optim} out": (
             args.prove and args.optim != "adamw"
         ),
+        "--packing always isolates examples: leave --no_isolate_documents out": (
+            args.packing and "isolate_documents" in args.given and not args.isolate_documents
+        ),
         "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states": (
             args.simulate_gpus and args.max_steps == 1
         ),

@@ -142,18 +142,6 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     assert (tmp_path / "precious").read_text() == "content"
 
 
-def test_the_folder_of_a_run_is_not_a_model(tmp_path):
-    """The error names the exported model in it."""
-    from support.cli.parse import parse_arguments
-    from support.errors import UserError
-    from support.startup import check_model_path
-
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=f"use its model, --model {tmp_path}/hf"):
-        check_model_path(parse_arguments(["--model", str(tmp_path)]))
-
-
 def test_a_folder_that_not_all_nodes_share_names_only_flags_that_are_not_given(tmp_path):
     from support.cli.parse import parse_arguments
     from support.errors import UserError

@@ -4,6 +4,7 @@ import platform
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
 from support.memory.fit import Limits, fitting_split, remedies
 from support.memory.workload import Workload
+from support.report.summary import say_files
 from support.units import GB
 
 
@@ -24,9 +26,8 @@ def test_advice_for_any_batch_is_there_at_once():
     assert any(flags.startswith("--batch_size ") for flags in ways)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 36, 97, 360])
+@pytest.mark.parametrize("batch_size", [1, 12, 97])
 def test_the_split_that_fits_is_the_largest(batch_size):
-
     work = Workload(find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256)
     for memory in (3, 6, 9, 20, 60):
         limits = Limits(memory * GB)
@@ -41,17 +42,11 @@ def test_the_split_that_fits_is_the_largest(batch_size):
 
 @pytest.mark.parametrize("nodes, host_is_named", [(1, False), (2, True)])
 def test_results_of_several_machines_name_their_host(nodes, host_is_named):
-    from types import SimpleNamespace
-
-    from support.report.summary import say_files
-
     lines = []
     console = SimpleNamespace(print0=lines.append)
-    ctx = SimpleNamespace(nodes=nodes, console=console, simulated=False)
-    say_files(ctx, Path("runs/my x/results.json"))
-    assert lines[0].startswith("📁 runs/my x/results.json")
+    say_files(SimpleNamespace(nodes=nodes, console=console, simulated=False), Path("my x/a.json"))
     assert (platform.node() in lines[0]) == host_is_named
-    assert lines[1].endswith("python scripts/report.py 'runs/my x'")
+    assert lines[1].endswith("python scripts/report.py 'my x'")
 
 
 def test_bucket_sizes_of_any_model():
