@@ -20,33 +20,23 @@ def test_config_json_of_the_planner(attack, tmp_path, main_of):
 
 
 @table(
-    flag("--gpu_memory", "1e308", says="--gpu_memory"),
     flag("--gpu_memory", "nan", says="--gpu_memory"),
     flag("--gpu_memory", "16", "--gpus", "1000000000000", says="--gpus"),
-    flag("--gpu_memory", "16", "--batch_size", "1000000000000", says="--batch_size"),
-    flag("--gpu_memory", "16", "--lora_r", DIGITS, says="--lora_r"),
     flag("--gpu_memory", "16", "--model", LONG, says="--model"),
-    flag("--gpu_memory", "16", "--model", "", says="--model"),
     flag("--gpu_memori", "16", "--gpu_memory", "16", says="did you mean --gpu_memory"),
-    flag("--num_gpus", "4", "--gpu_memory", "16", says="did you mean --gpus"),
     *(
         flag("--gpu_memory", "16", *words.split(), says=says)
         for words, says in (
             ("--tokens 5", "--tokens needs the rate.*--measure"),
             ("--device A100", "--device needs the amount of work.*--max_steps"),
             ("--price 2", "amount of work"),
-            ("--tokens 5 --max_steps 5 --measure", "max_steps: not allowed with argument --tokens"),
             ("--tokens 5 --device A100 --measure", "measure: not allowed with argument --device"),
             ("--tokens 5 --device A100 --epochs 2", "--epochs needs --dataset_tokens"),
             ("--tokens 5 --measure --mfu 0.3", "--mfu needs --device"),
             ("--tokens 5 --device A100 --solve batch", "--solve"),
             ("--tokens 5 --device Z80", "Z80.*H100.*A100"),
             ("--dataset_tokens 5 --device A100", "one sequence"),
-            ("--tokens -5 --device A100", "--tokens"),
-            ("--tokens 5 --device A100 --mfu 1.5", "--mfu"),
-            ("--tokens 5 --device A100 --price 0", "--price"),
             ("--tokens 5 --device A100 --price -1", "--price"),
-            ("--tokens 5 --device A100 --watts nan", "--watts"),
         )
     ),
 )
@@ -57,10 +47,7 @@ def test_flag_of_the_planner(attack, tmp_path, main_of):
 @table(
     flag("x", says="--inspect"),
     flag("x", "--to", "hf", says="OUT"),
-    flag("x", "--to", "safetensors", "y", says="--to"),
     flag("", "--inspect", says="CKPT"),
-    flag("a\nb", "--inspect", says="CKPT"),
-    flag("x", "--inspec", says="--inspec"),
 )
 def test_flag_of_the_converter(attack, tmp_path, main_of):
     run = main_of("convert_checkpoint", *attack.args)
@@ -69,26 +56,14 @@ def test_flag_of_the_converter(attack, tmp_path, main_of):
 
 
 def test_the_largest_numbers_are_planned_at_once(main_of):
-    largest = [
-        "--gpus",
-        2**17,
-        "--gpus_per_node",
-        "8",
-        "--batch_size",
-        2**20,
-        "--gradient_accumulation_steps",
-        2**20,
-    ]
+    largest = f"--gpus {2**17} --gpus_per_node 8 --batch_size {2**20}".split()
     for solve in ([], ["--solve", "batch"], ["--solve", "gpus"], ["--solve", "model"]):
         assert main_of("plan_memory", "--gpu_memory", "16", *largest, *solve).code in (0, 1)
 
 
 @table(
-    flag("", says="empty"),
-    flag(LONG, says="too long"),
     flag("no-such", says="no such folder"),
     flag(".", "--tolerance", "nan", says="--tolerance"),
-    flag(".", "--output_dir", LONG, says="--output_dir"),
     flag(".", "--statu", says="statu"),
 )
 def test_flag_of_the_report(attack, tmp_path, main_of):
