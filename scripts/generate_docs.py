@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import PROJECT
 from support.cli import argument_types as kinds
-from support.cli.aliases import IGNORED
-from support.cli.flags import GROUPS, HelpFormatter, build_parser, names_in_help
+from support.cli.flags import GROUPS, IGNORED, HelpFormatter, build_parser, names_in_help
 from support.console import replace_section
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict_all

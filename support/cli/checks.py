@@ -161,19 +161,17 @@ def check_data_paths(args: Arguments) -> None:
 
 def check_output_dir(args: Arguments) -> None:
     """Check --output_dir and --logging_dir: writable, without another run unless flags allow it."""
-    logging_dir = args.logging_dir if "tensorboard" in args.report_to else None
-    for flag, name in (("--output_dir", args.output_dir), ("--logging_dir", logging_dir)):
-        if name is None:
-            continue
-        folder = Path(name)
-        check_place(flag, folder)
-        # TensorBoard would show the curves of both runs as one.
-        used = any(folder.glob(EVENT_FILES)) if name == logging_dir else holds_a_run(folder)
-        if used and not args.overwrite and args.resume is None:
-            raise UserError(
-                f"{flag} {folder} holds another run: --resume continues it, --overwrite replaces "
-                "it; or name another folder."
-            )
+    if args.logging_dir and "tensorboard" in args.report_to:
+        check_place("--logging_dir", Path(args.logging_dir))
+    if args.output_dir is None:
+        return
+    folder = Path(args.output_dir)
+    check_place("--output_dir", folder)
+    if holds_a_run(folder) and not args.overwrite and args.resume is None:
+        raise UserError(
+            f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces "
+            "it; or name another folder."
+        )
 
 
 def check_place(flag: str, folder: Path) -> None:
@@ -208,7 +206,6 @@ def check_export_folder(args: Arguments) -> None:
     check_place(flag, folder)
     needed = {".": "the current folder", args.output_dir: "--output_dir", args.resume: "--resume"}
     needed |= {args.model: "--model"} if is_local_model(args.model) else {}
-    needed |= {name: "--dataset" for name, _ in datasets_of(args) if is_local_dataset(name)}
     for path, what in ((Path(name).resolve(), what) for name, what in needed.items() if name):
         if folder.resolve() in (path, *path.parents):
             raise UserError(

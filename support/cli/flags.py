@@ -13,8 +13,38 @@ from typing import Any
 
 from support import VERSION
 from support.cli import argument_types as kinds
-from support.cli.aliases import IGNORED, RENAMED
 from support.cli.arguments import Arguments
+
+# Our flag=other names of it, with the same values; --help lists them next to ours.
+_NAMES = """
+    model=model_name_or_path,model_name dataset=dataset_name,train_file
+    dataset_config=dataset_config_name train_split=dataset_train_split
+    eval_split=dataset_test_split text_column=dataset_text_field
+    seq_length=block_size,max_seq_length,max_length num_samples=max_train_samples,data_size
+    eval_samples=max_eval_samples batch_size=per_device_train_batch_size,micro_batch_size
+    eval_batch_size=per_device_eval_batch_size epochs=num_train_epochs,num_epochs
+    lr=learning_rate lr_scheduler=lr_scheduler_type warmup_steps=num_warmup_steps
+    precision=mixed_precision lora_targets=lora_target_modules compile=torch_compile
+    deterministic=full_determinism eval_first=eval_on_start eval_every=eval_steps
+    eval_strategy=evaluation_strategy load_best_at_end=load_best_model_at_end
+    ds_config=deepspeed_config overwrite=overwrite_output_dir save_every=save_steps
+    keep_last=save_total_limit resume=resume_from_checkpoint
+    gradient_checkpointing=activation_checkpointing hub_model_id=push_to_hub_model_id
+    local_rank=local-rank
+    """.split()
+RENAMED = {flag: names.split(",") for flag, names in (entry.split("=") for entry in _NAMES)}
+# Flags that have nothing to change here; one line names those that were given.
+IGNORED = """
+    attn_implementation bf16_full_eval dataloader_num_workers dataloader_persistent_workers
+    dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc ddp_backend
+    ddp_bucket_cap_mb ddp_find_unused_parameters disable_tqdm eval_accumulation_steps
+    fp16_full_eval fp16_opt_level half_precision_backend include_num_input_tokens_seen
+    include_tokens_per_second label_names log_level log_level_replica log_on_each_node
+    logging_first_step logging_nan_inf_filter low_cpu_mem_usage overwrite_cache
+    preprocessing_num_workers remove_unused_columns save_on_each_node save_safetensors
+    skip_memory_metrics torch_empty_cache_steps trust_remote_code use_cache use_fast_tokenizer
+    use_liger_kernel
+    """.split()
 
 EXIT_CODES = """\
 exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,

@@ -7,16 +7,16 @@ import re
 from typing import Any
 
 from support import PROJECT
-from support.cli.aliases import IGNORED, convert_trainer, expand
 from support.cli.arguments import Arguments, Dataset
 from support.cli.checks import refuse_conflicts
 from support.cli.ds_config import choose_strategy, configured_strategy, merge, read_ds_config
-from support.cli.flags import FLAGS, build_parser
+from support.cli.flags import FLAGS, IGNORED, build_parser
 from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
 from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
 
+TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
 
@@ -37,7 +37,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
         given=frozenset({*values, *sources}),
         sources=sources,
     )
-    args = _set(args, "Trainer's flags", **convert_trainer(args))
+    args = _set(args, "Trainer's flags", **_convert_trainer(args))
     refuse_conflicts(args)
     args = _with_defaults(args)
     if args.ds_config and "strategy" not in args.given:
@@ -68,7 +68,7 @@ def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     def read(arguments: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         values = vars(parser.parse_args(arguments))
         options = values.pop("spelled", {})
-        expand(values, options)
+        _expand(values, options)
         return values, options
 
     flags, options = read(argv)
@@ -81,6 +81,47 @@ def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         raise UserError(f"{shown(file)}: {error}") from error
     sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
     return {**of_file, **flags}, {**sources, **options}
+
+
+def _expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
+    """Set what --bf16, --fp16, --deepspeed and --fsdp set.
+
+    Args:
+        values: the flags of the command line or of the run file; changed in place.
+        spelled: the option that set each flag; changed in place.
+    """
+
+    def put(flag: str, value: str, by: str) -> None:
+        if values.setdefault(flag, value) != value:
+            other = spelled[flag]
+            raise UserError(f"{other} and {spelled[by]} both set --{flag}: leave one out.")
+        spelled.setdefault(flag, spelled[by])
+
+    halves = {half: values.pop(half) for half in ("bf16", "fp16") if half in values}
+    for half in filter(halves.get, halves):
+        put("precision", half, by=half)
+    if halves and "precision" not in values:
+        put("precision", "fp32", by=next(iter(halves)))
+    if file := values.pop("deepspeed", None):
+        put("ds_config", file, by="deepspeed")
+    if values.get("fsdp"):
+        put("strategy", "fsdp", by="fsdp")
+
+
+def _convert_trainer(args: Arguments) -> dict[str, Any]:
+    """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
+    changes: dict[str, Any] = {}
+    if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
+        changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
+        changes["save_epochs"] = args.save_epochs or saves == "epoch"
+    if args.eval_only or (args.do_eval and not args.do_train):
+        return changes | {"eval_only": True}
+    if args.eval_strategy is not None:
+        in_steps = args.eval_strategy == "steps"
+        changes["eval_every"] = (args.eval_every or TRAINER_STEPS) if in_steps else None
+    if args.do_eval is False or (args.eval_strategy == "no" and not args.do_eval):
+        changes["eval"] = False
+    return changes
 
 
 def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:

@@ -3,7 +3,7 @@
 import pytest
 from conftest import PROJECT
 
-from support.cli.aliases import RENAMED
+from support.cli.flags import RENAMED
 
 MODELS = [
     "a b",

@@ -62,14 +62,6 @@ def cached(*files: str, says: str) -> Attack:
         ),
     ),
     Attack(
-        "--logging_dir of another run",
-        args=("--report_to", "tensorboard"),
-        says="holds another run",
-        prepare=lambda folder: (
-            (folder / "events.out.tfevents.1.x").write_text("") or ["--logging_dir", folder]
-        ),
-    ),
-    Attack(
         "an export over the user's files",
         says="is not empty",
         prepare=lambda folder: (folder / "mine").write_text("x") and ["--export_hf", folder],

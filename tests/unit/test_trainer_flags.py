@@ -7,17 +7,16 @@ import torch
 from conftest import PROJECT
 
 from real_model_example import create_optimizer, learning_rate, parameter_groups
-from support.cli import aliases
 from support.cli.arguments import FsdpOptions
-from support.cli.flags import FLAGS, build_parser
+from support.cli.flags import FLAGS, IGNORED, RENAMED, build_parser
 from support.cli.parse import ignored_flags, parse_arguments
 from support.errors import UserError
 
 
 def test_tables_name_existing_flags_once():
-    assert {*aliases.RENAMED} <= {*FLAGS} and not {*aliases.IGNORED} & {*FLAGS}
-    names = [name for names in aliases.RENAMED.values() for name in names]
-    assert len({*names, *aliases.IGNORED}) == len(names) + len(aliases.IGNORED)
+    assert {*RENAMED} <= {*FLAGS} and not {*IGNORED} & {*FLAGS}
+    names = [name for names in RENAMED.values() for name in names]
+    assert len({*names, *IGNORED}) == len(names) + len(IGNORED)
 
 
 @pytest.mark.parametrize(
