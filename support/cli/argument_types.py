@@ -101,6 +101,11 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
+def file_or_switch(text: str) -> str | bool:
+    """Check the value of --deepspeed: a path, or true and false."""
+    return {"true": True, "false": False}.get(text.lower(), name(text))
+
+
 def checkpoint(text: str) -> str | None:
     """Check the value of --resume: a path, true ("") or false (None), as Trainer takes them."""
     return {"true": "", "false": None}.get(text.lower(), name(text))

@@ -310,7 +310,7 @@ class Arguments:
     eval_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch"))
     save_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch"))
     validation_split_percentage: int | None = flag(None, kinds.whole(1, 99), "N")
-    deepspeed: str | None = flag(None, kinds.name, "FILE", nargs="?", const=False)
+    deepspeed: str | bool | None = flag(None, kinds.file_or_switch, "FILE", nargs="?", const="true")
     fsdp: FsdpOptions = flag(FsdpOptions(), kinds.fsdp_options, "OPTIONS", nargs="?", const="true")
 
     # Not flags: what was resolved from them.

@@ -30,7 +30,7 @@ _NAMES = """
     ds_config=deepspeed_config overwrite=overwrite_output_dir save_every=save_steps
     keep_last=save_total_limit resume=resume_from_checkpoint
     gradient_checkpointing=activation_checkpointing hub_model_id=push_to_hub_model_id
-    local_rank=local-rank
+    local_rank=local-rank deepspeed=use_deepspeed fsdp=use_fsdp
     """.split()
 RENAMED = {flag: names.split(",") for flag, names in (entry.split("=") for entry in _NAMES)}
 # Flags that have nothing to change here; one line names those that were given.
@@ -67,8 +67,8 @@ def described_flags() -> dict[str, dict[str, str]]:
 
 
 GROUPS = described_flags()
-_NAMES = {name for texts in GROUPS.values() for name in texts}
-FLAGS = {field.name: field for field in fields(Arguments) if field.name in _NAMES}
+_DESCRIBED = {name for texts in GROUPS.values() for name in texts}
+FLAGS = {field.name: field for field in fields(Arguments) if field.name in _DESCRIBED}
 DEFAULTS: dict[str, Any] = {
     name: field.default if field.default_factory is MISSING else field.default_factory()
     for name, field in FLAGS.items()

@@ -102,8 +102,13 @@ def _expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
         put("precision", half, by=half)
     if halves and "precision" not in values:
         put("precision", "fp32", by=next(iter(halves)))
-    if file := values.pop("deepspeed", None):
-        put("ds_config", file, by="deepspeed")
+    deepspeed = values.pop("deepspeed", None)
+    if isinstance(deepspeed, str):
+        put("ds_config", deepspeed, by="deepspeed")
+    elif deepspeed is False:
+        for flag in ("deepspeed", "ds_config"):  # a run file may configure the library that is off
+            spelled.pop(flag, None)
+            values.pop(flag, None)
     if values.get("fsdp"):
         put("strategy", "fsdp", by="fsdp")
 

@@ -328,7 +328,7 @@ See [there](docs/MISSING.md), [here](#no-such-title) and `--no_such_either`, `su
 and a line is not longer than one hundred columns, so that it can be read in a narrow terminal as well.
 
 ```diff
---- a/support/strategy.py
+--- a/support/tables.py
  OPTIMIZER = frozenset(["optimizer"])
  STRATEGIES = {}
 ```

@@ -37,6 +37,8 @@ def read(tmp_path):
         ('{"learning_rate": 1e-3, "do_train": true}', {"lr": 1e-3}),  # run_clm.py's JSON
         ("fsdp: [full_shard, auto_wrap]", {"strategy": "fsdp"}),
         (f"deepspeed: {STAGE3}", {"strategy": "zero3", "ds_config": STAGE3}),
+        (f"use_deepspeed: true\ndeepspeed_config: {STAGE3}", {"strategy": "zero3"}),
+        (f"use_deepspeed: false\ndeepspeed_config: {STAGE3}", {"strategy": "dp"}),
         ("output_dir: --lr", {"output_dir": "--lr"}),
     ],
 )
