@@ -70,14 +70,12 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the file, without the keys that are null."""
-    return {key: value for key, value in unique_keys(pairs).items() if value is not None}
+    """Return an object of the file, without keys that are null and comments ("_…" keys)."""
+    return {k: v for k, v in unique_keys(pairs).items() if v is not None and k[:1] != "_"}
 
 
 def check_with_deepspeed(args: Arguments) -> None:
-    """Let DeepSpeed check the keys and values of --ds_config.
-
-    It imports DeepSpeed, so the device must have been chosen (cluster/devices.py).
+    """Let DeepSpeed check --ds_config. It imports DeepSpeed, so the device must have been chosen.
 
     Raises:
         UserError: a value is not valid, or a key is unknown.
@@ -107,11 +105,11 @@ def check_with_deepspeed(args: Arguments) -> None:
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy without the values that are "auto", and without comments ("_…" keys)."""
+    """Return a copy without the values that are "auto"."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if value != AUTO and not key.startswith("_")
+        if value != AUTO
     }
 
 
@@ -147,13 +145,39 @@ def _nvme_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
 def choose_strategy(config: dict[str, Any]) -> str:
     """Return the strategy that a DeepSpeed file describes."""
     stage = lookup(config, "zero_optimization.stage")
-    offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
-    return {(2, "cpu"): "offload", (3, "nvme"): "infinity"}.get(
-        (stage, offloads_to), f"zero{stage}"
-    )
+    device = lookup(config, "zero_optimization.offload_optimizer.device")
+    return {(2, "cpu"): "offload", (3, "nvme"): "infinity"}.get((stage, device), f"zero{stage}")
 
 
-# ------------------------------------------------------------------------------ file and flags
+@dataclass
+class Resolved:
+    """A DeepSpeed file, merged with the flags."""
+
+    args: Arguments
+    file: str
+    config: dict[str, Any]  # with "auto" where the model or the device decides
+    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
+    keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
+
+    def value(self, flag: str) -> Any:
+        """Return the merged value of a flag."""
+        return self.flags.get(flag, getattr(self.args, flag))
+
+    def follow(self, flag: str, key: str, value: Any) -> None:
+        """Set a flag to a value of the file, unless the flag was given with another value."""
+        if value in (None, AUTO):
+            return
+        try:
+            required = FLAGS[flag].metadata["kind"](str(value))  # a number may be in quotes
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{self.file}: {key}: {error}.") from error
+        own = getattr(self.args, flag)
+        if flag in self.args.given and own not in (required, AUTO):
+            raise self.contradiction(f"{flag} {own}", f"{key} {value}")
+        self.flags[flag], self.keys[flag] = required, key
+
+    def contradiction(self, flag: str, value: str) -> UserError:
+        return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
 
 
 def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) -> Resolved:
@@ -174,47 +198,20 @@ def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) 
             f"and --strategy is {args.strategy}: change one of them."
         )
     if args.strategy != "infinity" and _nvme_sections(content):
-        raise UserError(
-            f"{file}: only the optimizer and parameters of --strategy infinity can be on nvme."
-        )
+        raise UserError(f"{file}: only --strategy infinity keeps states on nvme.")
     resolved = Resolved(args, file, copy.deepcopy(content))
     _merge_optimizer(resolved)
     _merge_flags(resolved)
-    _merge_total_batch(resolved, world_size)
-    _merge_precision(resolved)
-    _merge_scheduler(resolved)
+    _merge_precision_and_schedule(resolved)
+    batch, steps = resolved.value("batch_size"), resolved.value("gradient_accumulation_steps")
+    product, total = batch * steps * world_size, content.get("train_batch_size", AUTO)
+    if total not in (AUTO, product):
+        raise UserError(
+            f"{file} has train_batch_size {total}, but --batch_size {batch} × "
+            f"--gradient_accumulation_steps {steps} × {world_size} ranks = {product}: change one."
+        )
+    resolved.config["train_batch_size"] = product
     return resolved
-
-
-@dataclass
-class Resolved:
-    """A DeepSpeed file, merged with the flags."""
-
-    args: Arguments
-    file: str
-    config: dict[str, Any]  # with "auto" where the model or the device decides
-    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
-    keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
-
-    def value(self, flag: str) -> Any:
-        """Return the merged value of a flag."""
-        return self.flags.get(flag, getattr(self.args, flag))
-
-    def follow(self, flag: str, key: str, value: Any) -> None:
-        """Set a flag to a value of the file, unless the flag was given with another value."""
-        if value is None or value == AUTO:
-            return
-        try:
-            required = FLAGS[flag].metadata["kind"](str(value))  # a number may be in quotes
-        except argparse.ArgumentTypeError as error:
-            raise UserError(f"{self.file}: {key}: {error}.") from error
-        own = getattr(self.args, flag)
-        if flag in self.args.given and own not in (required, AUTO):
-            raise self.contradiction(f"{flag} {own}", f"{key} {value}")
-        self.flags[flag], self.keys[flag] = required, key
-
-    def contradiction(self, flag: str, value: str) -> UserError:
-        return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
 
 
 def _merge_optimizer(resolved: Resolved) -> None:
@@ -257,33 +254,8 @@ def _merge_flags(resolved: Resolved) -> None:
         section[name] = values if len(flags) > 1 else values[0]
 
 
-def _merge_scheduler(resolved: Resolved) -> None:
-    """Replace a scheduler of "auto" values by --lr_scheduler; refuse any other."""
-    if (scheduler := resolved.config.pop("scheduler", None)) is None:
-        return
-    values, kind = (scheduler.get("params") or {}).values(), str(scheduler.get("type"))
-    if kind not in AUTO_SCHEDULERS or any(value != AUTO for value in values):
-        raise UserError(
-            f"{resolved.file}: leave the scheduler {shown(kind)} out, and use --lr_scheduler, "
-            "--warmup_steps and --lr."
-        )
-    resolved.follow("lr_scheduler", "scheduler", AUTO_SCHEDULERS[kind])
-
-
-def _merge_total_batch(resolved: Resolved, world_size: int) -> None:
-    """Compute train_batch_size, and check that of the file."""
-    batch, steps = resolved.value("batch_size"), resolved.value("gradient_accumulation_steps")
-    product, total = batch * steps * world_size, resolved.config.get("train_batch_size", AUTO)
-    if total not in (AUTO, product):
-        raise UserError(
-            f"{resolved.file} has train_batch_size {total}, but --batch_size {batch} × "
-            f"--gradient_accumulation_steps {steps} × {world_size} ranks = {product}: change one."
-        )
-    resolved.config["train_batch_size"] = product
-
-
-def _merge_precision(resolved: Resolved) -> None:
-    """Merge bf16.enabled and fp16.enabled with --precision."""
+def _merge_precision_and_schedule(resolved: Resolved) -> None:
+    """Merge bf16, fp16 and a scheduler of "auto" values with --precision and --lr_scheduler."""
     enabled = {name: lookup(resolved.config, f"{name}.enabled") for name in ("bf16", "fp16")}
     for name, value in enabled.items():
         if value is True:
@@ -294,8 +266,15 @@ def _merge_precision(resolved: Resolved) -> None:
     if requested == AUTO and enabled["bf16"] is False:
         resolved.follow("precision", "bf16.enabled", "fp32")
 
-
-# ------------------------------------------------------------------------------- model and device
+    scheduler = resolved.config.pop("scheduler", None) or {}
+    kind, params = scheduler.get("type", "WarmupDecayLR"), scheduler.get("params") or {}
+    if kind not in AUTO_SCHEDULERS or any(value != AUTO for value in params.values()):
+        raise UserError(
+            f"{resolved.file}: leave the scheduler {shown(kind)} out, and use --lr_scheduler, "
+            "--warmup_steps and --lr."
+        )
+    if scheduler:
+        resolved.follow("lr_scheduler", "scheduler", AUTO_SCHEDULERS[kind])
 
 
 def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
@@ -307,8 +286,6 @@ def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[
 
     Args:
         tied_on_nvme: parameters are offloaded to NVMe, and two layers share one.
-    Returns:
-        Numbers of elements, by their keys under zero_optimization.
     """
     block = min(max(12 * hidden_size**2, 1_000_000), max(parameters, 1))
     return {
@@ -339,12 +316,8 @@ class ModelSizes:
 def complete_ds_config(
     config: dict, precision: str, model: ModelSizes, world_size: int, nvme_folder: str | None
 ) -> dict:
-    """Fill in the values that depend on the device and the model.
+    """Fill in the values of `config`, in place, that depend on the device and the model.
 
-    Args:
-        config: what `merge` returned; changed in place.
-    Returns:
-        `config`, without any "auto".
     Raises:
         UserError: a value is "auto", and there is no rule for it.
     """
@@ -364,8 +337,7 @@ def complete_ds_config(
     # A buffer must hold a rank's shard of any parameter, with its padding.
     shard = -(-model.largest_parameter // world_size)
     _fill(zero.get("offload_param") or {}, {"buffer_size": shard + 4096})
-    # Reading or writing such a shard (2 bytes an element) fills NVMe's queue once, with 128 KiB to
-    # 1 MiB at a time.
+    # Such a shard (2 bytes an element) fills NVMe's queue once, with blocks of 128 KiB to 1 MiB.
     block = 2 * shard // (lookup(config, "aio.queue_depth") or 8)
     block_size = min(2**20, max(2**17, 2 ** (block.bit_length() - 1)))
     _fill(config.get("aio") or {}, {"block_size": block_size})
