@@ -119,10 +119,8 @@ def run_program(command: list[str], env: dict[str, str] | None = None) -> tuple[
 
     If this process is stopped, so is the program: torchrun forwards SIGTERM to its ranks.
     """
-    pipe, same = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=same, text=True
-    ) as program:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=env, text=True, **pipes) as program:  # type: ignore
         try:
             output, _ = program.communicate()
         except BaseException:

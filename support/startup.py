@@ -83,8 +83,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             prefetch(args, launch)  # does not return
     except UserError as error:
         launching.exit_before_start(error, verbose)
-    # The imports that follow create 2 million objects and no garbage. Searching them for garbage
-    # takes a sixth of the time: 5.5 s of CPU time with the collector, 4.6 s without.
+    # The imports that follow create 2 million objects and no garbage: a sixth less CPU time.
     gc.disable()
     return args, launch
 

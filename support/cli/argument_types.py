@@ -10,7 +10,9 @@ import contextlib
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from support.errors import UserError
 from support.files.user_files import did_you_mean, shown
@@ -18,31 +20,29 @@ from support.files.user_files import did_you_mean, shown
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
 
 
+def _number(kind: Callable, is_valid: Callable, what: str, text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        if is_valid(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}")
+
+
 def whole(low: int, high: int) -> Callable[[str], int]:
     """Return a type for whole numbers from `low` to `high`, also with a decimal point (3.0)."""
-
-    def parse(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if low <= (value := int(re.sub(r"\.0*$", "", text))) <= high:
-                return value
-        problem = f"is not a whole number from {low} to {high:,}"
-        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
-
-    return parse
+    what = f"a whole number from {low} to {high:,}"
+    return partial(
+        _number, lambda text: int(text.removesuffix(".0")), lambda x: low <= x <= high, what
+    )
 
 
 def real(high: float, zero: bool = False, below: bool = False) -> Callable[[str], float]:
     """Return a type for numbers above 0 (or 0, if `zero`) to `high` (or below it, if `below`)."""
 
-    def parse(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            value = float(text)
-            if 0 < value < high or (zero and value == 0) or (not below and value == high):
-                return value
-        limits = f"{'from' if zero else 'above'} 0 {'and below' if below else 'to'} {high:g}"
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number {limits}")
+    def is_valid(x: float) -> bool:
+        return 0 < x < high or (zero and x == 0) or (not below and x == high)
 
-    return parse
+    limits = f"{'from' if zero else 'above'} 0 {'and below' if below else 'to'} {high:g}"
+    return partial(_number, float, is_valid, f"a number {limits}")
 
 
 # The limits are far above any useful value, and low enough for every loop, product and conversion.

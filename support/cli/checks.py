@@ -150,9 +150,6 @@ def check_data_paths(args: Arguments) -> None:
                 f"--{flag} is for datasets of the hub, and --dataset {args.dataset} is none: leave "
                 "it out."
             )
-    for flag in ("dataset_config", "dataset_revision"):
-        if getattr(args, flag) and len(hub) > 1:
-            raise UserError(f"--{flag} is for one dataset of the hub, and there are {len(hub)}.")
     if args.include and not any(Path(name).is_dir() for _, name in paths):
         raise UserError(f"--include {args.include} is for a folder of data: leave it out.")
     if args.chat_template:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -59,10 +60,9 @@ def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
         missing += [f"{part} of {model}" for part in parts]
     if not missing:
         return ""
-    home = shlex.quote(str(huggingface_home()))
     return (
         f"the cache has no {' and no '.join(missing)}. Run the same command with --prefetch where "
-        f"there is a network (a cluster's head node), with HF_HOME={home}, then set "
+        f"there is a network, with HF_HOME={shlex.quote(str(huggingface_home()))}, then set "
         "HF_HUB_OFFLINE=1; or name local files and folders; or use --dataset pydocs, and a GPT-2 "
         "with --from_scratch or --model tiny-gpt2, which need no hub."
     )
@@ -111,21 +111,16 @@ def answers(url: str) -> bool:
 
     answered = threading.Event()
     # urllib takes user:password for a part of the host's name.
-    url = re.sub("//[^/?#]*@", "//", url)
+    head = urllib.request.Request(re.sub("//[^/?#]*@", "//", url), method="HEAD")
 
     def ask() -> None:
-        try:
-            head = urllib.request.Request(url, method="HEAD")
-            urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()
-        except urllib.error.HTTPError:
-            pass  # an error page is an answer
-        except (OSError, ValueError, http.client.HTTPException):
-            return
-        answered.set()
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()
+            answered.set()
 
     # In a thread, to limit the total time: the name lookup and each address have their own limits.
-    thread = threading.Thread(target=ask, daemon=True)
     if url.startswith(("http://", "https://")):
-        thread.start()
-        thread.join(PROBE_SECONDS)
+        threading.Thread(target=ask, daemon=True).start()
+        answered.wait(PROBE_SECONDS)
     return answered.is_set()

@@ -56,13 +56,11 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
 
 def settings_of(args: Arguments) -> dict:
     """Return the resolved flags by name, without those that are off or unset."""
-    # Flags that are off or unset need no line (0 is a value), except those that are on by default.
-    settings = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in NOT_SHOWN
-        and not ((value is None or value is False or value == []) and DEFAULTS[name] is not True)
-    }
+    settings = {}
+    for name, value in vars(args).items():
+        is_off = value is None or value is False or value == []
+        if name not in NOT_SHOWN and (not is_off or DEFAULTS[name] is True):
+            settings[name] = value
     if args.fsdp.words:
         settings["fsdp"] = args.fsdp.words
     if args.mixture:

@@ -30,7 +30,7 @@ def commands(request, tmp_path_factory):
     options = ["--no-deps", "--no-build-isolation", *(["-e"] * (request.param == "editable"))]
     subprocess.run([*command, *options, project], check=True)
     if request.param == "copied":
-        assert len(list(site.glob("distributed_training/support/**/*.py"))) > 100
+        assert len(list(site.glob("distributed_training/support/**/*.py"))) > 50
         project.rename(folder / "moved")  # nothing is read from it
     return environment / "bin"
 
