@@ -10,7 +10,7 @@ import threading
 
 from support.cli.arguments import Arguments
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
-from support.errors import UserError, first_line, redact
+from support.errors import UserError, redact, refused_as
 from support.files.hub_cache import cached_repository, huggingface_home, missing_of_model
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
@@ -80,18 +80,16 @@ def download_config(model: str) -> str:
         UserError: there is no such model, the user has no access, or the hub does not answer.
     """
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     offline = is_local_model(model) or is_set_offline() or not answers(endpoint())
-    try:
+    where = (
+        f"{redact(endpoint())}{' (which cannot be reached, or in its cache)' if offline else ''}"
+    )
+    with refused_as(
+        f"--model {model}: no such file or folder, and no config.json on the hub {where}; --help has "
+        "some names, a gated model needs HF_TOKEN"
+    ):
         return hf_hub_download(model, "config.json", local_files_only=offline)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reached = "which cannot be reached, or in its cache" if offline else first_line(error)
-        raise UserError(
-            f"--model {model}: no such file or folder, and no config.json on the hub "
-            f"{redact(endpoint())} ({redact(reached)}). --help has some names; a gated model needs "
-            "HF_TOKEN."
-        ) from error
 
 
 def is_set_offline() -> bool:

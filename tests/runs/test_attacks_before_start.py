@@ -37,17 +37,6 @@ def cached(*files: str, says: str) -> Attack:
         says="no dataset Salesforce/wikitext and no model gpt2.*--prefetch",
     ),
     Attack(
-        "a rank that is no number",
-        env={"RANK": "x", "WORLD_SIZE": "2"},
-        says="environment is incomplete",
-    ),
-    Attack(
-        "an endpoint that is a file",
-        args=("--model", "gpt2"),
-        env={"HF_ENDPOINT": "file:///etc/passwd", "HF_HOME": "hf"},
-        says="cannot be reached",
-    ),
-    Attack(
         "--output_dir in a file",
         prepare=lambda folder: (
             (folder / "x").write_text("") or ["--output_dir", folder / "x" / "y"]
@@ -70,12 +59,6 @@ def cached(*files: str, says: str) -> Attack:
         "an export over the run",
         says="would replace",
         prepare=lambda folder: ["--output_dir", folder / "a", "--export_hf", folder],
-    ),
-    Attack(
-        "--prefetch on two ranks",
-        args=("--prefetch",),
-        env={"RANK": "0", "WORLD_SIZE": "2"},
-        says="one process",
     ),
 )
 def test_refused_before_torch_is_imported(attack, script, tmp_path):

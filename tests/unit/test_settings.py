@@ -1,19 +1,14 @@
 """Settings, advice and names of files that follow from the flags."""
 
-import platform
 import time
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from support.cli.ds_config import bucket_sizes
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
 from support.memory.fit import Limits, fitting_split, remedies
 from support.memory.workload import Workload
-from support.report.summary import say_files
 from support.units import GB
 
 
@@ -38,16 +33,3 @@ def test_the_split_that_fits_is_the_largest(batch_size):
         ]
         wanted = next((split for split in splits if limits.hold(predict(split, "zero2"))), None)
         assert fitting_split(work, "zero2", limits) == wanted
-
-
-@pytest.mark.parametrize("nodes, host_is_named", [(1, False), (2, True)])
-def test_results_of_several_machines_name_their_host(nodes, host_is_named):
-    lines = []
-    console = SimpleNamespace(print0=lines.append)
-    say_files(SimpleNamespace(nodes=nodes, console=console, simulated=False), Path("my x/a.json"))
-    assert (platform.node() in lines[0]) == host_is_named
-    assert lines[1].endswith("python scripts/report.py 'my x'")
-
-
-def test_bucket_sizes_of_any_model():
-    assert all(isinstance(size, int) for size in bucket_sizes(10**8, 10**20, False).values())
