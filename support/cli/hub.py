@@ -82,12 +82,10 @@ def download_config(model: str) -> str:
     from huggingface_hub import hf_hub_download
 
     offline = is_local_model(model) or is_set_offline() or not answers(endpoint())
-    where = (
-        f"{redact(endpoint())}{' (which cannot be reached, or in its cache)' if offline else ''}"
-    )
+    unreachable = ", which cannot be reached, or in its cache" if offline else ""
     with refused_as(
-        f"--model {model}: no such file or folder, and no config.json on the hub {where}; --help has "
-        "some names, a gated model needs HF_TOKEN"
+        f"--model {model}: no such file or folder, and no config.json on the hub "
+        f"{redact(endpoint())}{unreachable} (--help has some names; a gated model needs HF_TOKEN)"
     ):
         return hf_hub_download(model, "config.json", local_files_only=offline)
 
