@@ -6,7 +6,7 @@ from typing import Any
 
 from support.cli.arguments import FsdpOptions
 from support.errors import UserError
-from support.files.user_files import did_you_mean, read_json, shown
+from support.files.user_files import read_json, shown
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16"}
@@ -21,7 +21,6 @@ KEYS: dict[str, Any] = {
     "forward_prefetch": (True, False),
     "transformer_layer_cls_to_wrap": None,
 }
-LIKE_FORWARD = "backward_prefetch"  # an option of FSDP1, and not a misspelled one
 
 
 def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
@@ -31,7 +30,7 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         path: the file; None for the defaults.
         words: those of --fsdp, as Trainer takes them, with spaces between.
     Raises:
-        UserError: the file is not a JSON object, or has a wrong value or a misspelled key.
+        UserError: the file is not a JSON object, or has a wrong value.
     """
     values: dict[str, Any] = {}  # by key, without the prefix
     for given, value in (read_json("--fsdp_config", path) if path else {}).items():
@@ -41,8 +40,6 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         if allowed and value not in allowed:
             known = ", ".join(map(str, allowed))
             raise UserError(f"{shown(path)}: {shown(given)} {shown(value)} is not in {known}.")
-        if key not in KEYS and key != LIKE_FORWARD and (guess := did_you_mean(key, KEYS)):
-            raise UserError(f"{shown(path)}: unknown key {shown(given)}{guess}")
         values[key] = value
     layers = values.get("transformer_layer_cls_to_wrap") or []
     layers = layers if isinstance(layers, list) else str(layers).split(",")

@@ -12,7 +12,7 @@ from support.cli.argument_types import Parser
 from support.cli.arguments import Arguments
 from support.cli.flags import DEFAULTS
 from support.errors import UserError
-from support.files.user_files import did_you_mean, printable, read_yaml, shown
+from support.files.user_files import printable, read_yaml, shown
 
 SECTIONS = ("training", "distributed")
 # Fields of `Arguments` that --print_config leaves out.
@@ -29,7 +29,7 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     """Read a run file, and return arguments of the command line such as "--lr=1e-4".
 
     Raises:
-        UserError: the file cannot be read or is not YAML, or a key is unknown.
+        UserError: the file cannot be read or is not YAML.
     """
     content = read_yaml("--config", path)
     for section in SECTIONS:
@@ -40,13 +40,10 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     actions = {option[2:]: a for option, a in parser._option_string_actions.items()}
     arguments: list[str] = []
     for key, value in content.items():
-        if key not in actions or key in ("", "help", "version", "config"):
-            guess = did_you_mean(key, actions) or " (--help lists all; docs/COMING_FROM.md)."
-            raise UserError(f"{shown(path)}: unknown key {shown(key)}{guess}")
         values = list(map(str, value)) if isinstance(value, list) else []
         if isinstance(value, dict) or any(text.startswith("-") for text in values):
             raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
-        if values and actions[key].nargs in ("+", "*"):
+        if values and key in actions and actions[key].nargs in ("+", "*"):
             arguments += [f"--{key}", *values]
         elif value is not None:
             text = ",".join(values) if isinstance(value, list) else str(value)

@@ -64,8 +64,11 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("lerning_rate: 1", "run.yaml: unknown key lerning_rate: did you mean learning_rate"),
-        ("neftune_noise_alpha: 5", "unknown key neftune_noise_alpha .*COMING_FROM"),
+        (
+            "lerning_rate: 1",
+            "run.yaml: unknown argument --lerning_rate: did you mean --learning_rate",
+        ),
+        ("neftune_noise_alpha: 5", "unknown argument --neftune_noise_alpha.*COMING_FROM"),
         ("training:\n  batch_size: many", "run.yaml: argument --batch_size.*: many is not"),
         ("lr: {a: 1}", "lr cannot be"),
         ("model: a: [", "line 1"),
