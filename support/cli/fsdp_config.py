@@ -6,7 +6,7 @@ from typing import Any
 
 from support.cli.arguments import FsdpOptions
 from support.errors import UserError
-from support.files.user_files import read_json, shown
+from support.files.user_files import did_you_mean, read_json, shown
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16"}
@@ -21,6 +21,7 @@ KEYS: dict[str, Any] = {
     "forward_prefetch": (True, False),
     "transformer_layer_cls_to_wrap": None,
 }
+LIKE_FORWARD = "backward_prefetch"  # an option of FSDP1, and not a misspelled one
 
 
 def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
@@ -30,9 +31,10 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         path: the file; None for the defaults.
         words: those of --fsdp, as Trainer takes them, with spaces between.
     Raises:
-        UserError: the file is not a JSON object, or has a wrong value.
+        UserError: the file is not a JSON object, or has a wrong value or a misspelled key.
     """
     values: dict[str, Any] = {}  # by key, without the prefix
+    ignored = []
     for given, value in (read_json("--fsdp_config", path) if path else {}).items():
         key = given.removeprefix("fsdp_")
         allowed = KEYS.get(key)
@@ -41,10 +43,15 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
             known = ", ".join(map(str, allowed))
             raise UserError(f"{shown(path)}: {shown(given)} {shown(value)} is not in {known}.")
         values[key] = value
+        if key in KEYS or key.startswith("_"):  # "_…" is a comment
+            continue
+        guess = did_you_mean(f"fsdp_{key}", [f"fsdp_{name}" for name in KEYS])
+        if guess and key != LIKE_FORWARD:
+            raise UserError(f"{shown(path)}: unknown key {shown(given)}{guess}")
+        ignored.append(shown(given))
     layers = values.get("transformer_layer_cls_to_wrap") or []
     layers = layers if isinstance(layers, list) else str(layers).split(",")
     chosen = {values.get("sharding_strategy"), *words.upper().split()}
-    ignored = [shown(key) for key in values if key not in KEYS and not key.startswith("_")]
     return FsdpOptions(
         reshard_after_forward=values.get("reshard_after_forward", True)
         and not chosen & {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"},

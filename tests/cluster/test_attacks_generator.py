@@ -191,7 +191,7 @@ def test_an_edited_file_is_kept(generate, file, edit):
 @pytest.mark.parametrize("flags", [LAUNCHER, SLURM])
 @pytest.mark.parametrize(
     "text, says",
-    [("lerning_rate: 1", "did you mean learning_rate"), ("lr: many", ": many is not a number")],
+    [("lerning_rate: 1", "did you mean --learning_rate"), ("lr: many", ": many is not a number")],
 )
 def test_a_run_file_with_an_error_is_refused_before_the_queue(generate, flags, text, says):
     Path("config.yaml").write_text(text)

@@ -130,7 +130,7 @@ def test_file_of_fsdp(tmp_path):
     )
     assert args.precision == "bf16" and args.fsdp.layers == ("GPT2Block", "Other")
     assert not args.fsdp.reshard_after_forward and args.fsdp.wrap_layers
-    assert ignored_flags(args)[0].endswith("option: use_orig_params, backward_prefetch")
+    assert ignored_flags(args)[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
     assert read(sharding_strategy="no_shard").strategy == "dp"
     with pytest.raises(UserError, match=r"fsdp\.json: sharding_strategy HALF"):
         read(sharding_strategy="half")
