@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.cli.hub import download_config
 from support.errors import UserError
 from support.files.user_files import read_json
 from support.tables import CONFIGS, name_on_hub
@@ -164,7 +163,11 @@ def find_architecture(model: str) -> Architecture:
     path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
     if not path.exists() and path.parent == Path(model):
         raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
-    file = str(path) if path.exists() else download_config(model)
+    file = str(path)
+    if not path.exists():
+        from support.cli.hub import download_config
+
+        file = download_config(model)
     return read_architecture(read_json("--model", file), file)
 
 

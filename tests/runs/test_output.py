@@ -1,7 +1,6 @@
 """What a run prints and writes is what the documentation says."""
 
 import re
-from datetime import datetime, timezone
 
 import pytest
 from conftest import SCRIPT, finish, launcher_command
@@ -90,8 +89,6 @@ def test_results_json(run):
         assert len(results["memory"][kind]) == 2
     assert all(150e6 < peak < 3e9 for peak in results["memory"]["host_peak_bytes"])
     assert "real_model_example.py" in results["command"]
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(results["started_at"])
-    assert age.total_seconds() < 3600
 
 
 def test_metrics_jsonl(run):
@@ -106,17 +103,13 @@ def test_metrics_jsonl(run):
     assert evaluations[-1]["eval_loss"] == run.results["eval_loss"]
 
 
-def test_a_flag_of_another_strategy_is_ignored_with_one_line(script, tmp_path):
-    run = script("--nvme_path", tmp_path, "--seq_length", "32", "--max_steps", "1", "--no_eval")
-    lines = [line for line in run.out.splitlines() if "--nvme_path" in line and "ignored" in line]
-    assert len(lines) == 1
-
-
 def test_default_output_dir_is_new_for_each_run(begin, tmp_path):
-    flags = "--seq_length 32 --max_steps 2 --no_eval".split()
+    """And a flag of another strategy is ignored with one line."""
+    flags = ["--seq_length", "32", "--max_steps", "2", "--no_eval", "--nvme_path", tmp_path]
     command = [*launcher_command("python", 1), SCRIPT, *flags]
-    finish(begin(command, cwd=tmp_path), 60)
+    out = finish(begin(command, cwd=tmp_path), 60)[0]
     [folder] = (tmp_path / "runs").iterdir()
+    assert out.count("--nvme_path is used by infinity only: ignored") == 1
     assert re.fullmatch(r"tiny-gpt2-dp-\d{8}-\d{6}", folder.name)
     assert {file.name for file in folder.iterdir()} == {
         *("results.json", "metrics.jsonl", "loss.png", ".lock", "hf")

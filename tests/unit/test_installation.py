@@ -23,6 +23,7 @@ COMMANDS = TOML["project"]["scripts"]
 INTERNAL = {"trainer_step.py", "generate_docs.py"}  # for the project's own programs
 DOCKERFILE = (PROJECT / "Dockerfile").read_text()
 APPTAINER = (PROJECT / "apptainer.def").read_text()
+PIP = r"pip (install.*?)(?: &&|$)"
 CELLS = json.loads((PROJECT / "notebooks" / "two_t4.ipynb").read_text())["cells"]
 
 
@@ -72,59 +73,22 @@ def test_there_is_one_version():
 def test_changelog_and_citation_name_the_version():
     changes = (PROJECT / "CHANGELOG.md").read_text()
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
-    sections = re.findall(r"^## (.*)$", changes, re.MULTILINE)
-    assert len([name for name in sections if name != "[Unreleased]"]) == len(released)
-    kinds = set(re.findall(r"^### (.*)$", changes, re.MULTILINE))
-    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
     assert released[0] == (VERSION, str(citation["date-released"]))
     assert citation["version"] == VERSION
-    required = {"cff-version", "message", "title", "authors"}
-    assert required <= set(citation) and citation["type"] == "software"
 
 
 def test_the_images_are_the_same():
     """Both definitions have the same base, Debian packages, Python packages and checks."""
     base = re.search(r"^ARG BASE=(\S+)$", DOCKERFILE, re.MULTILINE)[1]
     assert re.fullmatch(r"debian:\d+\.\d+-slim", base) and f"\nFrom: {base}\n" in APPTAINER
-    debian = [
-        set(re.search(r"--no-install-recommends([^&\n]*\\\n)+[^&\n]*", text)[0].split()[1:])
-        - {"\\"}
-        for text in (DOCKERFILE, section("post"))
-    ]
+    texts = [re.sub(r"\s*\\\n\s*", " ", text) for text in (DOCKERFILE, section("post"))]
+    debian = [{*re.search(r"--no-install-recommends ([^&\n]*)", t)[1].split()} for t in texts]
     assert debian[0] == debian[1] >= {"build-essential", "libaio-dev", "python3-venv"}
-    pip = [
-        [" ".join(line.split()) for line in re.findall(r"pip (install.*?)(?: &&|$)", text, re.M)]
-        for text in (joined(DOCKERFILE), joined(section("post")))
-    ]
+    pip = [[" ".join(line.split()) for line in re.findall(PIP, t, re.MULTILINE)] for t in texts]
     assert pip[0] == pip[1]
-    installed = " ".join(pip[0])
-    for file in re.findall(r"(?:-r|-c) (\S+)", installed):
+    for file in re.findall(r"(?:-r|-c) (\S+)", " ".join(pip[0])):
         assert (PROJECT / file).is_file(), file
-    for extra in TOML["tool"]["setuptools"]["dynamic"]["optional-dependencies"].values():
-        for file in {*extra["file"]} - {"requirements/deepspeed.txt"}:  # in requirements.txt
-            assert f"-r {file}" in installed
-    assert "-c constraints.txt" in installed
-
-
-def joined(text: str) -> str:
-    """A text without the line ends that a backslash continues."""
-    return re.sub(r"\\\n\s*", "", text)
-
-
-def test_the_image_has_all_files():
-    """What apptainer.def copies is what an installed package needs, and it exists."""
-    copied = {line.split()[0] for line in section("files").splitlines() if line.strip()}
-    assert all((PROJECT / name).exists() for name in copied)
-    needed = {*TOML["tool"]["setuptools"]["package-data"]["distributed_training"]}
-    found = {
-        str(path.relative_to(PROJECT)).partition("/")[0]
-        for pattern in (*needed, "*.py")
-        for path in PROJECT.glob(pattern)
-    }
-    assert found | {"pyproject.toml", "requirements.txt"} <= copied
-    ignored = (PROJECT / ".dockerignore").read_text().split()
-    assert not copied & {*ignored} and ".git" in ignored
 
 
 def test_the_image_does_not_run_as_root():

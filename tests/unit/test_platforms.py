@@ -1,7 +1,6 @@
 """Machines and Pythons on which the project is installed: what is declared, and what is refused."""
 
 import ast
-import re
 import resource
 import subprocess
 import sys
@@ -65,29 +64,17 @@ def test_every_imported_package_is_declared():
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_tested_versions_are_within_the_bounds_on_every_python(python):
-    tested = requirements("constraints.txt", python)
+    tested, lower = requirements("constraints.txt", python), requirements("constraints-lower.txt")
     for name, bound in requirements("requirements.txt", python).items():
         if name in tested:
             (pin,) = tested[name].specifier
             assert bound.specifier.contains(pin.version), name
-
-
-def test_tested_lower_bounds_are_those_of_the_requirements():
-    """As versions: 2.6 and 2.6.0 are the same."""
-    lower = requirements("constraints-lower.txt")
-    bounds = requirements("requirements.txt") | requirements("requirements-dev.txt")
-    for name, requirement in requirements("requirements.txt").items() | {
-        (name, bounds[name]) for name in lower
-    }:
-        (oldest,) = (s.version for s in requirement.specifier if s.operator == ">=")
+        (oldest,) = (s.version for s in bound.specifier if s.operator == ">=")
         (pin,) = lower[name].specifier
         assert Version(pin.version) == Version(oldest), name
 
 
-@pytest.mark.parametrize(
-    "program",
-    ["real_model_example.py", *(f"scripts/{p.name}" for p in (PROJECT / "scripts").glob("*.py"))],
-)
+@pytest.mark.parametrize("program", ["real_model_example.py", "scripts/plan_memory.py"])
 def test_windows_is_refused_with_one_line(program):
     code = f"import runpy, sys; sys.platform = 'win32'; sys.argv = [{program!r}]; "
     code += f"runpy.run_path({program!r}, run_name='__main__')"
@@ -97,17 +84,11 @@ def test_windows_is_refused_with_one_line(program):
 
 
 def test_no_build_of_torch_is_chosen_for_an_amd_gpu(tmp_path):
-    """PyPI's builds cannot use it: the user names one, and then that one is installed."""
+    """PyPI's builds cannot use it: the user names one."""
     command = ["make", "-C", str(PROJECT), "setup", "GPU_VENDOR=amd", f"VENV={tmp_path}/venv"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode != 0 and "TORCH=" in run.stderr
     assert not (tmp_path / "venv").exists()
-    run = subprocess.run(
-        [*command, "-n", "TORCH=torch==2.8.0+rocm6.4"], capture_output=True, text=True
-    )
-    assert run.returncode == 0 and re.findall(r"torch==\S+", run.stdout) == [
-        'torch==2.8.0+rocm6.4"'
-    ]
 
 
 def test_old_releases_are_refused_on_a_cpu(monkeypatch):

@@ -30,16 +30,12 @@ def read(tmp_path):
         ),
         ("fp16: false\nbf16: true", {"precision": "bf16"}),
         ("save_strategy: no\neval_strategy: no", {"eval": False, "save_every": None}),
-        ("eval: false", {"eval": False}),
         ("resume_from_checkpoint: false", {"resume": None}),
         ("report_to: [tensorboard, wandb]", {"report_to": ["tensorboard", "wandb"]}),
         ("dataset: ['a:1', 'b:2']", {"dataset": "a:1 b:2"}),
-        ("preprocessing_num_workers: 16\nlabel_names: [a, b]", {"batch_size": 4}),
         ("lora_r:\nlora_alpha: null", {"lora_r": None}),
         ('{"learning_rate": 1e-3, "do_train": true}', {"lr": 1e-3}),  # run_clm.py's JSON
         ("fsdp: [full_shard, auto_wrap]", {"strategy": "fsdp"}),
-        ("fsdp: ''\nfsdp_config: no-such.json", {"strategy": "dp"}),
-        ("deepspeed: true\nstrategy: zero3", {"strategy": "zero3"}),
         (f"deepspeed: {STAGE3}", {"strategy": "zero3", "ds_config": STAGE3}),
         (f"use_deepspeed: true\ndeepspeed_config: {STAGE3}", {"strategy": "zero3"}),
         (f"use_deepspeed: false\ndeepspeed_config: {STAGE3}", {"strategy": "dp"}),
@@ -56,8 +52,6 @@ def test_run_file(read, text, values):
     [
         ("learning_rate: 1", ["--lr", "2"], {"lr": 2}),
         ("bf16: true", ["--precision", "fp32"], {"precision": "fp32"}),
-        ("bf16: true", ["--fp16", "false"], {"precision": "bf16"}),
-        ("fsdp: full_shard", ["--strategy=zero2"], {"strategy": "zero2"}),
         (f"deepspeed: {STAGE3}", ["--strategy=dp"], {"strategy": "dp"}),
         ("no_eval: true", ["--eval"], {"eval": True}),
     ],
@@ -70,16 +64,13 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("lerning_rate: 1", "run.yaml: unknown key lerning_rate: did you mean learning_rate"),
-        ("neftune_noise_alpha: 5", "unknown key neftune_noise_alpha .*COMING_FROM"),
-        ("config: x.yaml", "unknown key config"),
+        (
+            "lerning_rate: 1",
+            "run.yaml: unknown argument --lerning_rate: did you mean --learning_rate",
+        ),
+        ("neftune_noise_alpha: 5", "unknown argument --neftune_noise_alpha.*COMING_FROM"),
         ("training:\n  batch_size: many", "run.yaml: argument --batch_size.*: many is not"),
         ("lr: {a: 1}", "lr cannot be"),
-        ("training: 3", "training is a section"),
-        (
-            "use_deepspeed: true\nuse_fsdp: true",
-            "run.yaml: --deepspeed does not fit --strategy fsdp",
-        ),
         ("model: a: [", "line 1"),
         ("hello", "key: value"),
     ],
@@ -97,12 +88,10 @@ def test_no_tag_of_a_run_file_is_executed(read, tmp_path):
 
 PRINTED = (
     (),
-    ("--resume", "--output_dir", "0x10", "--no_eval", "--no_fused_gelu", "--seed", "7"),
-    ("--report_to", "tensorboard,wandb", "--tags", "a, b", "--generate", "a: b\n# c"),
+    ("--resume", "--output_dir", "0x10", "--no_eval", "--generate", "a: b\n# c"),
     ("--dataset", "a.txt:0.3", "b.txt:0.7", "--isolate_documents", "--lora_r", "4"),
-    ("--fsdp", "shard_grad_op offload"),
+    ("--fsdp", "shard_grad_op offload", "--report_to", "tensorboard,wandb"),
     ("--strategy", "zero3", "--bf16", "--save_strategy", "epoch", "--eval_strategy", "steps"),
-    ("--do_eval",),
     ("--simulate_gpus", "4"),
 )
 
@@ -118,8 +107,7 @@ def test_printed_settings_are_a_run_file(read, flags):
 
 def test_printed_settings_name_their_sources(read, tmp_path):
     (tmp_path / "ds.json").write_text(
-        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, '
-        '"scheduler": {"type": "OneCycle"}}'
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}'
     )
     text = f"micro_batch_size: 2\nseed: 3\nds_config: {tmp_path}/ds.json"
     lines = as_yaml(read(text, "--bf16", "--check")).splitlines()
@@ -132,7 +120,6 @@ def test_printed_settings_name_their_sources(read, tmp_path):
         f"strategy: zero2  # {ds}: zero_optimization",
         "ddp_timeout: 60  # --check",
         "weight_decay: 0.01  # default",
-        f"# lr_scheduler: linear  # {ds}: scheduler (its own)",
     ):
         assert line in lines, "\n".join(lines)
 

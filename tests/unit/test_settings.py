@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from support.cli.ds_config import bucket_sizes
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
 from support.memory.fit import Limits, fitting_split, remedies
@@ -22,9 +21,8 @@ def test_advice_for_any_batch_is_there_at_once():
     assert any(flags.startswith("--batch_size ") for flags in ways)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 36, 97, 360])
+@pytest.mark.parametrize("batch_size", [1, 12, 97])
 def test_the_split_that_fits_is_the_largest(batch_size):
-
     work = Workload(find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256)
     for memory in (3, 6, 9, 20, 60):
         limits = Limits(memory * GB)
@@ -35,7 +33,3 @@ def test_the_split_that_fits_is_the_largest(batch_size):
         ]
         wanted = next((split for split in splits if limits.hold(predict(split, "zero2"))), None)
         assert fitting_split(work, "zero2", limits.hold) == wanted
-
-
-def test_bucket_sizes_of_any_model():
-    assert all(isinstance(size, int) for size in bucket_sizes(10**8, 10**20, False).values())
