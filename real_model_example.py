@@ -65,9 +65,10 @@ from support.data import batches as data
 from support.model import resolve as models
 from support.model.loss import next_token_loss
 from support.report.run import Run
-from support.strategies import gradients
+from support.strategies import deepspeed as zero
+from support.strategies import fsdp, gradients
 from support.tables import STRATEGIES
-from support.train_state import TrainState, is_fsdp_module
+from support.train_state import TrainState
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
@@ -91,8 +92,6 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     train_data, validation, dataset = open_dataset(args, ctx, spec.tokenizer)
     if args.ds_config_dict:  # fill in each "auto", and write <output_dir>/ds_config.json
-        from support.strategies import deepspeed as zero
-
         args = zero.configure(args, ctx, spec, run.folder)
     model = load_model(args, ctx, spec)
     run.model_loaded(args, spec, dataset, train_data)
@@ -344,7 +343,7 @@ def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
     DeepSpeed's engine, and in bf16 FSDP2's mixed-precision policy, convert the weights themselves.
     """
     is_engine = hasattr(model, "set_gradient_accumulation_boundary")
-    converted = is_engine or (is_fsdp_module(model) and ctx.precision == "bf16")
+    converted = is_engine or (fsdp.is_fsdp_module(model) and ctx.precision == "bf16")
     enabled = ctx.precision != "fp32" and not converted
     return torch.autocast(ctx.device.type, ctx.dtype, enabled=enabled)
 
@@ -355,7 +354,7 @@ def gradient_sync(model: nn.Module, needed: bool) -> Iterator[None]:
 
     Only the last micro-batch of a step needs it. Until then FSDP stores whole gradients.
     """
-    if is_fsdp_module(model):
+    if fsdp.is_fsdp_module(model):
         model.set_requires_gradient_sync(needed)
     skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
     with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():
@@ -419,10 +418,13 @@ def open_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any
         The training sequences, the validation sequences, and the dataset's entry in results.json.
     """
     ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
-    open_data: Any = data.open_tokenized
     if args.streaming:
-        from support.data.streaming import open_stream as open_data
-    train_data, validation, facts = open_data(args, ctx, tokenizer)
+        from support.data.streaming import open_stream
+
+        opened: tuple[Any, Any, dict] = open_stream(args, ctx, tokenizer)
+    else:
+        opened = data.open_tokenized(args, ctx, tokenizer)
+    train_data, validation, facts = opened
     data.check_validation(validation, args)
     return train_data, validation, facts
 
@@ -534,8 +536,6 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         fully_shard,
     )
 
-    from support.strategies import fsdp
-
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
     # bf16: computes in bf16, keeps the shards and reduces in fp32. fp16 is left to autocast.
@@ -566,8 +566,6 @@ def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSp
 
     The weight file is memory-mapped. A rank never stores more than its shards and one parameter.
     """
-    from support.strategies import deepspeed as zero
-
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
     return zero.partition_parameters(spec.load(ctx, dtype="auto"), args, ctx)
 
@@ -579,8 +577,6 @@ def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
     create_optimizer for the others.
     """
     import deepspeed
-
-    from support.strategies import deepspeed as zero
 
     use_ours = args.optim != "adamw" and not args.eval_only
     with zero.quiet(args.verbose):

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 
 from support.errors import UserError, first_line
 from support.files.user_files import shown
-
-if TYPE_CHECKING:
-    from support.data.rows import Row
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
 # (if the tokenizer has one) after each answer.
@@ -108,6 +105,10 @@ def _message(message: Any) -> dict:
         raise ValueError(f"a message has the role {shown(repr(role))}: use one of {list(ROLES)}")
     if lost := [key for key in UNSUPPORTED if message.get(key)]:
         raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
+    if message.get("weight") not in (None, 1):
+        raise ValueError(
+            f"a message has the weight {shown(message['weight'])}: only 1 is supported"
+        )
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise ValueError(f"a message has {shown(content)}: only text is trained on")
@@ -139,7 +140,7 @@ class Encoder:
         self.marks_itself = re.search(r"\{%-?\s*generation\b", _template_of(tokenizer)) is not None
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
 
-    def encode(self, row: Row) -> np.ndarray:
+    def encode(self, row: Any) -> np.ndarray:
         """Return the ids of a row, int32 [tokens].
 
         Raises:

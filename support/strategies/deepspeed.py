@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from support import patches
 from support.cli.arguments import Arguments
 from support.cli.ds_config import (
     ModelSizes,
@@ -22,7 +21,6 @@ from support.cli.ds_config import (
     write_ds_config,
 )
 from support.cluster.context import DistContext
-from support.strategies import ops, requirements
 
 
 def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Arguments:
@@ -37,6 +35,9 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
             little memory may be locked.
     """
     import deepspeed
+
+    from support import patches
+    from support.strategies import ops, requirements
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -80,9 +81,11 @@ def _complete(args: Arguments, ctx: DistContext, spec, nvme_folder: str | None) 
     )
     config = complete_ds_config(config, ctx.precision, sizes, ctx.world_size, nvme_folder)
     if nvme_folder:
+        from support.strategies.requirements import check_locked_memory
+
         buffers = config["zero_optimization"].get("offload_param", {})
         elements = buffers.get("buffer_count", 5) * buffers.get("buffer_size", 0)
-        requirements.check_locked_memory(ctx.dtype.itemsize * elements)
+        check_locked_memory(ctx.dtype.itemsize * elements)
     if args.eval_only:
         config.pop("optimizer", None)
     return config

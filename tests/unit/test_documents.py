@@ -247,7 +247,7 @@ See [there](docs/MISSING.md), [here](#no-such-title) and `--no_such_either`, `su
 `NO_SUCH_SETTING=1`. The median is over 4<!-- value: support.report.compare.LASTING_STEPS --> steps.
 
 ```diff
---- a/support/strategy.py
+--- a/support/tables.py
  STRATEGIES = {}
 ```
 """

@@ -88,7 +88,7 @@ def test_values_of_the_file_are_used(read, content, flags, values):
     "content, flags, says",
     [
         ('{"zero_optimization" {"stage": 2}}', [], "ds.json: .*line 1 column 22"),
-        ("[1]", [], "object"),
+        ("[1]", [], "stage None is not 1, 2 or 3"),
         (zero(4), [], "stage 4 is not 1, 2 or 3"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, [], "contradicts bf16.enabled"),
         ({"train_micro_batch_size_per_gpu": -1}, [], "train_micro_batch_size_per_gpu"),
