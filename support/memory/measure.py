@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -166,8 +167,10 @@ class StepMemory:
         """Finish the measurement after the last mark of the step."""
         self.written = system.written_bytes() - self._written_before
         if self._profiler is not None:
+            addresses: set[int] = set()
+            count(all_tensors(), addresses)
             self._profiler.__exit__(None, None, None)
-            self._marks = marks_of_profile(self._profiler, self._start)
+            self._marks = marks_of_profile(self._profiler, self._start, addresses)
             self._profiler = None
         if not self._marks:
             return
@@ -187,15 +190,25 @@ class StepMemory:
             sizes.update(activations=activations, logits=logits)
 
 
-def marks_of_profile(profiler, start: int) -> list[tuple[str, int, int]]:
+class Allocation(NamedTuple):
+    """An allocation in a profile, or with a negative size a release."""
+
+    time: int
+    address: int
+    size: int
+
+
+def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, int, int]]:
     """Return (phase, live bytes at its end, peak bytes within it) for each mark in a profile.
 
-    The profile does not record what a thread of gloo releases. Such an allocation counts until its
-    address is allocated again.
+    The profile does not record what a thread of gloo releases, and in some runs one of them has the
+    last reference to the input of a collective. Such an allocation counts until the next one, or
+    until its phase ends.
 
     Args:
         profiler: torch.autograd.profiler.profile with profile_memory.
         start: live bytes at the start of the profile, the release of which it does not record.
+        at_end: addresses of the tensors that are live at the end of the profile.
     """
 
     def walk(tree) -> Iterator:
@@ -203,21 +216,48 @@ def marks_of_profile(profiler, start: int) -> list[tuple[str, int, int]]:
             yield event
             yield from walk(event.children)
 
+    phases: list[tuple[str, list[Allocation]]] = []
+    allocations: list[Allocation] = []
     events = walk(profiler.kineto_results.experimental_event_tree())
-    live, peak, allocated, marks = start, start, {}, []
     for event in sorted(events, key=lambda event: event.start_time_ns):
         if event.name.startswith(MARK):
-            marks.append((event.name.removeprefix(MARK), live, peak))
-            peak = live
+            phases.append((event.name.removeprefix(MARK), allocations))
+            allocations = []
         elif event.name == "[memory]":
-            address, size = event.typed[1].ptr, event.typed[1].alloc_size  # negative: a release
-            previous = allocated.pop(address, 0)
-            if size > 0:
-                live -= previous
-                allocated[address] = size
-            live += size
+            fields = event.typed[1]
+            allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
+    lost = _released_elsewhere(phases, at_end)
+    live, marks = start, []
+    for phase, allocations in phases:
+        peak, lost_bytes = live, 0
+        for allocation in allocations:
+            if allocation in lost:
+                live -= lost_bytes
+                lost_bytes = allocation.size
+            live += allocation.size
             peak = max(peak, live)
+        live -= lost_bytes
+        marks.append((phase, live, peak))
     return marks
+
+
+def _released_elsewhere(
+    phases: list[tuple[str, list[Allocation]]], at_end: set[int]
+) -> set[Allocation]:
+    """Return the allocations whose address was allocated again, or has no tensor at the end.
+
+    Those of a forward pass are left out: DDP keeps the buckets that it allocates in its second one.
+    """
+    lost: set[Allocation] = set()
+    newest: dict[int, Allocation] = {}  # by address
+    for phase, allocations in phases:
+        for allocation in allocations:
+            previous = newest.pop(allocation.address, None)
+            if allocation.size > 0 and previous is not None:
+                lost.add(previous)
+            if allocation.size > 0 and phase != "forward":
+                newest[allocation.address] = allocation
+    return lost | {newest[address] for address in newest.keys() - at_end}
 
 
 def of_this_rank(

@@ -80,7 +80,7 @@ def test_an_existing_file_is_replaced_only_with_force(generate, file):
 @pytest.mark.parametrize("flags", [LAUNCHER, SLURM], ids=["launcher", "slurm"])
 @pytest.mark.parametrize(
     "text, says",
-    [("lerning_rate: 1", "did you mean learning_rate"), ("lr: many", ": many is not a number")],
+    [("lerning_rate: 1", "did you mean --learning_rate"), ("lr: many", ": many is not a number")],
     ids=["key", "value"],
 )
 def test_a_run_file_with_an_error_is_refused_before_the_queue(generate, flags, text, says):

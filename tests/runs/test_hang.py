@@ -36,10 +36,11 @@ def columns_of(report: str, rank: int) -> list[str]:
     return re.search(rf"^{rank} +.*$", report, re.MULTILINE)[0].split()
 
 
-def test_a_rank_that_is_stopped_is_reported_and_the_run_continues(tmp_path):
+def test_a_rank_that_is_stopped_is_reported_and_the_run_continues(tmp_path, request):
     folder = tmp_path / "out"
     flags = [*WORK, "--hang_seconds", "3", "--epochs", "1000", "--output_dir", folder]
     process = start([*launcher_command("torchrun", 2), SCRIPT, *flags])
+    request.addfinalizer(process.terminate)  # or the ranks would train on if an assertion fails
     while "Epoch 1 | Batch 1" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
     ranks = [
@@ -53,7 +54,7 @@ def test_a_rank_that_is_stopped_is_reported_and_the_run_continues(tmp_path):
     second.resume()
     assert "Rank 1 did not start collective" in report.splitlines()[1]
     assert columns_of(report, 1)[2:4] == [str(second.pid), "stopped"]
-    assert int(columns_of(report, 1)[4]) > 1  # its last known step
+    assert int(columns_of(report, 1)[4]) >= 1  # its last known step, of up to a second before
     assert "train_epoch_ddp" in stacks_of(folder, 0)
 
     second.send_signal(signal.SIGUSR2)
