@@ -101,7 +101,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     manager = CheckpointManager(args, ctx, run.folder, objects, spec, dataset)
     counters = manager.resume(checkpoint)  # loads weights and states; the counters, or zeros
     state = data.train_state(counters, train_data, args, ctx.world_size)
-    if run.was_complete and state.finished:  # --resume of a completed run
+    if run.was_complete_at(args, state):  # --resume of a completed run
         run.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
         return objects.model
     run.start_training(args, objects, manager, state)
@@ -215,9 +215,8 @@ def train_epoch_deepspeed(
     engine.train()
     run.start_epoch()
     for step_batch in batches:
-        if engine.lr_scheduler is None:  # else the user's DeepSpeed file defines the schedule
-            set_learning_rate(optimizer, learning_rate(state.step, state.total_steps, args))
-        lr = optimizer.param_groups[0]["lr"]
+        lr = learning_rate(state.step, state.total_steps, args)
+        set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
         run.meter.mark("data")

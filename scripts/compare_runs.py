@@ -70,7 +70,10 @@ def main() -> int:
         except ImportError as error:
             print(f"⚠️  No figure: {first_line(error)}", file=sys.stderr)
         except (OSError, ValueError) as error:  # ValueError: an unknown ending of --plot
-            raise UserError(f"{file} cannot be written: {first_line(error)}.") from error
+            reason = getattr(error, "strerror", None) or first_line(error)
+            if args.plot or comparison.of_strategies:
+                raise UserError(f"{file} cannot be written: {reason}.") from error
+            print(f"⚠️  No figure: {file} cannot be written: {reason}", file=sys.stderr)
         else:
             print(f"📁 {file}", file=sys.stderr if args.json else sys.stdout)
     return comparison.exit_code

@@ -24,7 +24,7 @@ ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to b
 # The command and the environment of this process, before anything changes them.
 COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/restart.py
+RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/failures.py
 END_SECONDS = 60  # for a program to end after SIGTERM; torchrun kills its ranks after 30 s
 
 

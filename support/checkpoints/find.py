@@ -148,7 +148,7 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | 
 
 
 def check_optimizer(path: Path, manifest: dict, family: str | None) -> None:
-    """Check that an optimizer of a family (see support/optimizers.py) can use a checkpoint."""
+    """Check that an optimizer of a family (see support/tables.py) can use a checkpoint."""
     saved_by = manifest["optimizer"]
     if saved_by not in ("", family):
         raise UserError(

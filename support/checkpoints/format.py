@@ -111,24 +111,24 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
             version = shown(manifest["format_version"])
             return {}, f"its format is {version}, and this version reads {FORMAT_VERSION}"
         for name in {piece["file"] for piece in manifest["pieces"]} | manifest["files"].keys():
-            if name not in manifest["files"] or ".." in Path(name).parts or name.startswith("/"):
+            inside = not {"", ".", ".."} & {*name.split("/")} and "\\" not in name
+            if name not in manifest["files"] or not inside:
                 raise ValueError(f"the name {shown(name)}")
+        # The defaults are for keys that older versions did not write.
+        return {
+            "scaling": {},
+            "groups": [],
+            "stream": None,
+            # An imported checkpoint may have no states; then it fits any optimizer.
+            "optimizer": "adamw" if manifest["adam_step"] else "",
+            **manifest,
+            "counters": {**NEW_RUN, **manifest["counters"]},
+            "identity": {"hard": {}, "soft": {}, "told": {}, **manifest["identity"]},
+        }, ""
     except FileNotFoundError:
         return {}, "it has no manifest.json, so it was never completed"
     except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         return {}, f"its manifest.json is damaged ({shown(error)})"
-    # The defaults are for keys that older versions did not write.
-    return {
-        "scaling": {},
-        "groups": [],
-        "lr_scheduler": {},
-        "stream": None,
-        # An imported checkpoint may have no states; then it fits any optimizer.
-        "optimizer": "adamw" if manifest["adam_step"] else "",
-        **manifest,
-        "counters": {**NEW_RUN, **manifest["counters"]},
-        "identity": {"hard": {}, "soft": {}, "told": {}, **manifest["identity"]},
-    }, ""
 
 
 def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
@@ -139,7 +139,9 @@ def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1)
     """
     for name, entry in list(manifest["files"].items())[part::parts]:
         try:
-            if sha256_of(checkpoint / name) != entry["sha256"]:
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if sha256_of(checkpoint / name) != entry.get("sha256"):
                 return f"{name} is damaged (its SHA-256 differs)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"

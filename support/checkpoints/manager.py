@@ -38,7 +38,7 @@ from support.checkpoints.tensors import (
 )
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import FirstError, OutOfMemory, TrainingError, UserError, explain
+from support.errors import FirstError, OutOfMemory, TrainingError, explain
 from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
@@ -74,18 +74,8 @@ class CheckpointManager:
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
             self.state = sharded_state(self.module, self.objects.optimizer, self.ctx.device)
-        self._can_save = self.state is not None and self.state.family is not None
-        self.may_save = self._can_save and not args.no_save
+        self.may_save = not (args.eval_only or args.no_save)
         self._stop = DelayedFlag()
-        # The scheduler that a user's DeepSpeed file configures, or None.
-        self._scheduler = getattr(self.model, "lr_scheduler", None)
-        if self._can_save or args.eval_only:
-            return
-        problem = "Checkpoints do not support the DeepSpeed file's optimizer"
-        if args.save_every or args.save_epochs or args.load_best_at_end or args.resume is not None:
-            raise UserError(f"{problem}: use AdamW or --optim, or save and resume none.")
-        if not args.no_save:
-            self.ctx.console.warn(f"{problem}: a signal will end this run without one.")
 
     # ------------------------------------------------------------------------------------- resuming
 
@@ -109,13 +99,6 @@ class CheckpointManager:
         if objects.stream is not None and (manifest["stream"] or counters["samples"]):
             objects.stream.resume(manifest["stream"])
         gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
-        # --lr_scheduler depends on the step only; a scheduler of a DeepSpeed file has a state.
-        if self._scheduler and manifest["lr_scheduler"]:
-            self._scheduler.load_state_dict(manifest["lr_scheduler"])
-            for group, saved in zip(self.state.base.param_groups, manifest["groups"], strict=True):
-                group["lr"] = saved["lr"]
-                if "betas" in saved:  # not those of SGD
-                    group["betas"] = tuple(saved["betas"])
         if self.args.load_best_at_end and (best := counters["best"]):
             best_folder = files.step_folder(self.folder, best["step"])
             if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
@@ -235,7 +218,7 @@ class CheckpointManager:
             "counters": counters,
             "scaling": gradients.scaler_state(objects.scaler, objects.optimizer),
             "identity": self.identity,
-            "lr_scheduler": self._scheduler.state_dict() if self._scheduler else {},
+            "lr_scheduler": {},  # --lr_scheduler depends on the step only
             "stream": None if objects.stream is None else objects.stream.progress(),
             "groups": [
                 {key: group[key] for key in GROUP_KEYS if key in group}
@@ -287,13 +270,16 @@ class CheckpointManager:
         atomic.sync_tree(unfinished / "model")
         atomic.sync(unfinished)
         os.replace(unfinished, final)
-        atomic.sync(self.folder)
-        atomic.sync(self.folder.parent)
-        self._mark("latest", files.step_of(final))  # for users only
         if self.args.keep_last:
             for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:
                 if old.name != files.marked(self.folder, "best"):
                     shutil.rmtree(old, ignore_errors=True)
+        try:  # the checkpoint is complete, also if the disk is full now
+            atomic.sync(self.folder)
+            atomic.sync(self.folder.parent)
+            self._mark("latest", files.step_of(final))  # for users only
+        except OSError as error:
+            self.ctx.console.warn(f"checkpoints/latest cannot be written: {error.strerror}.")
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the model's present weights; None if there is none.
@@ -303,7 +289,7 @@ class CheckpointManager:
         """
         if self.best_is_loaded or state is None:
             return self._loaded_from
-        if not self._can_save:
+        if self.args.eval_only:
             return None
         try:
             self.save(state)

@@ -12,7 +12,6 @@ from support.files.user_files import files_of, read_text
 from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
-EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 
 # ------------------------------------------------------------------------------ flags and flags
 
@@ -202,6 +201,8 @@ def check_export_folder(args: Arguments) -> None:
     check_place(flag, folder)
     needed = {".": "the current folder", args.output_dir: "--output_dir", args.resume: "--resume"}
     needed |= {args.model: "--model"} if is_local_model(args.model) else {}
+    needed |= {name: "--dataset" for name, _ in datasets_of(args) if is_local_dataset(name)}
+    needed |= {args.validation_file: "--validation_file"}
     for path, what in ((Path(name).resolve(), what) for name, what in needed.items() if name):
         if folder.resolve() in (path, *path.parents):
             raise UserError(

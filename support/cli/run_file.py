@@ -40,8 +40,11 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     actions = {option[2:]: a for option, a in parser._option_string_actions.items()}
     arguments: list[str] = []
     for key, value in content.items():
-        values = list(map(str, value)) if isinstance(value, list) else []
-        if isinstance(value, dict) or any(text.startswith("-") for text in values):
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(item, dict | list | set) for item in items):
+            raise UserError(f"{shown(path)}: {key} cannot have nested values.")
+        values = list(map(str, items)) if isinstance(value, list) else []
+        if any(text.startswith("-") for text in values):
             raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
         if values and key in actions and actions[key].nargs in ("+", "*"):
             arguments += [f"--{key}", *values]

@@ -169,8 +169,8 @@ class FailureMonitor:
         """
         self._reserve.close()
         shown = explain(error)
-        if isinstance(shown, OutOfMemory):
-            free_variables(error)  # the activations
+        if isinstance(shown, OutOfMemory) and shown.on_host:
+            free_variables(error)  # the activations: the report below needs memory
         if self._restarts(shown):
             threading.Event().wait()  # for the watchdog's thread to replace the program
         self.stop.ignore()
@@ -250,6 +250,10 @@ class FailureMonitor:
 
     def _record(self, shown: UserError) -> bool:
         """Write the error to results.json; return False if another rank has recorded one."""
+        try:
+            return all(record(shown) for record in self.on_failure)
+        except (MemoryError, OSError):
+            self.temporary.clean_up()  # the disk may be full
         try:
             return all(record(shown) for record in self.on_failure)
         except (MemoryError, OSError) as problem:

@@ -6,9 +6,11 @@ not in a collective, which hangs when one rank has exited.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import time
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -47,11 +49,9 @@ def join(args: Arguments, launch: Launch) -> DistContext:
     own, group = dist.HashStore(), dist.HashStore()  # of a single process: they need no port
     if ctx.real_world_size > 1:
         seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
-        store = connect(launch)
-        # torchrun's store has the keys of earlier starts of the ranks.
-        start = f"{launch.world_size}/{store.add(f'{launch.world_size}/{launch.rank}', 1)}"
+        store = connect(launch, seconds)
+        start = meet(store, launch, seconds)
         own = dist.PrefixStore(start, store)
-        meet(own, launch, seconds)
         # Another connection than the watchdog's: the calls of a connection wait for each other.
         group = dist.PrefixStore(f"{start}/group", open_store(launch, hosts_it=False))
     ctx.failures.watch(own, args.hang_seconds)
@@ -114,11 +114,11 @@ def group_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:
     return {"backend": "nccl"}
 
 
-def connect(launch: Launch) -> dist.Store:
+def connect(launch: Launch, seconds: float) -> dist.Store:
     """Connect to the store of the run; rank 0 hosts it, unless torchrun's agent does.
 
     Raises:
-        TrainingError: there is no connection within ARRIVAL_SECONDS.
+        TrainingError: there is no connection within `seconds`.
     """
     hosts_it = launch.is_main and not agent_hosts_store()
     address = f"{launch.master_addr}:{launch.master_port}"
@@ -133,7 +133,7 @@ def connect(launch: Launch) -> dist.Store:
             return open_store(launch, hosts_it)
         except OSError as error:
             waited = time.monotonic() - start
-            if waited > ARRIVAL_SECONDS:
+            if waited > seconds:
                 raise TrainingError(
                     f"Rank 0 does not answer at {address} ({error.strerror or error}). Has it "
                     "started, is the port open between the hosts, and does its name have an "
@@ -152,35 +152,68 @@ def open_store(launch: Launch, hosts_it: bool) -> dist.Store:
     return dist.TCPStore(*address, is_master=hosts_it, wait_for_workers=False, timeout=limit)
 
 
-def meet(store: dist.Store, launch: Launch, seconds: float) -> None:
+def meet(store: dist.Store, launch: Launch, seconds: float) -> str:
     """Wait for all ranks, and name those that are missing.
 
+    torchrun's store has the keys of earlier starts, and a process may join a start that has ended.
+    Each start therefore has a name, and ends the wait of those processes only that it lists.
+
+    Returns:
+        The name of the start, a prefix of keys.
     Raises:
-        TrainingError: a rank did not arrive within `seconds`. The first of the others raises it,
-            and the rest end.
+        TrainingError: a rank did not arrive within `seconds`, or two processes have one rank.
     """
-    start, silent, missing = time.monotonic(), launch.is_main, {*range(launch.world_size)}
+    own, place = uuid.uuid4().hex, f"meeting/{launch.world_size}"
+    deadline, start = time.monotonic() + seconds, ""
     try:
-        store.set(f"host/{launch.rank}", socket.gethostname())
-        while missing := {rank for rank in missing if not store.check([f"host/{rank}"])}:
-            waited = time.monotonic() - start
-            absent = f"{len(missing)} of {launch.world_size} ranks have not arrived"
-            if waited > seconds:
-                break
-            if silent and waited > NOTICE_SECONDS:
-                silent = False
-                progress.write(f"⏳ {absent}; missing: {rank_names(missing)}")
+        if launch.is_main:
+            start = f"start/{own}"
+            store.set(f"{start}/0", json.dumps([own, socket.gethostname()]))
+            store.set(place, start)
+            _wait_for_ranks(store, launch, start, deadline)
+        while time.monotonic() < deadline + 5:  # rank 0 names missing ranks at the deadline
+            if store.check([place]) and (latest := store.get(place).decode()) != start:
+                start = latest
+                store.set(f"{start}/{launch.rank}", json.dumps([own, socket.gethostname()]))
+            if start and json.loads(store.get(f"{start}/{launch.rank}"))[0] != own:
+                raise TrainingError(f"Another process has rank {launch.rank}, too: start one each.")
+            if start and store.check([f"{start}/joined"]):
+                joined = json.loads(store.get(f"{start}/joined"))
+                if joined is None:
+                    time.sleep(5)  # a launcher ends all ranks when one exits: rank 0 is the first
+                    exit_now(EXIT_FAILED)
+                if joined[launch.rank] == own:  # otherwise the start of earlier processes
+                    return start
             time.sleep(0.05)
-        arrived = {*range(launch.world_size)} - missing
-        hosts = {store.get(f"host/{rank}").decode() for rank in arrived} if missing else set()
     except RuntimeError:  # the store has ended with rank 0, which has printed the reason
         exit_now(EXIT_FAILED)
-    if missing and launch.rank != min(arrived):
-        time.sleep(5)  # a launcher ends all ranks when one exits
-        exit_now(EXIT_FAILED)
-    if missing:
-        raise TrainingError(
-            f"{absent} ({rank_names(missing)}). The others are on {', '.join(sorted(hosts))}. "
-            "Look at what the missing ranks print, and whether their hosts reach "
-            f"{launch.master_addr}:{launch.master_port}."
-        )
+    raise TrainingError(
+        f"Rank 0 has not arrived at {launch.master_addr}:{launch.master_port}: "
+        "look at what it prints."
+    )
+
+
+def _wait_for_ranks(store: dist.Store, launch: Launch, start: str, deadline: float) -> None:
+    """Rank 0: wait until all ranks have joined a start, and publish their identifiers.
+
+    Raises:
+        TrainingError: a rank is missing at the deadline.
+    """
+    ranks, notice = range(launch.world_size), time.monotonic() + NOTICE_SECONDS
+    missing = {*ranks}
+    while missing := {rank for rank in missing if not store.check([f"{start}/{rank}"])}:
+        absent = f"{len(missing)} of {launch.world_size} ranks have not arrived"
+        if time.monotonic() > deadline:
+            found = [json.loads(store.get(f"{start}/{rank}")) for rank in {*ranks} - missing]
+            store.set(f"{start}/joined", "null")
+            raise TrainingError(
+                f"{absent} ({rank_names(missing)}). The others are on "
+                f"{', '.join(sorted({host for _, host in found}))}. Look at what the missing ranks "
+                f"print, and whether their hosts reach {launch.master_addr}:{launch.master_port}."
+            )
+        if time.monotonic() > notice:
+            progress.write(f"⏳ {absent}; missing: {rank_names(missing)}")
+            notice = deadline
+        time.sleep(0.05)
+    joined = [json.loads(store.get(f"{start}/{rank}"))[0] for rank in ranks]
+    store.set(f"{start}/joined", json.dumps(joined))

@@ -152,6 +152,7 @@ class Encoder:
         messages = list(row.messages)
         numbered = list(enumerate(messages))[row.context :]
         answers = [number for number, message in numbered if message["role"] == "assistant"]
+        self._check_all_are_rendered(messages)
         if self.marks_itself:
             ids = self._by_template(messages, row.context)
         else:
@@ -191,6 +192,17 @@ class Encoder:
             raise UserError(f"The chat template cannot be read: {problem}.") from error
         except Exception as error:
             raise ValueError(f"the chat template refuses it: {first_line(error, 200)}") from error
+
+    def _check_all_are_rendered(self, messages: list[dict]) -> None:
+        text = self.render(messages)
+        for number, message in enumerate(messages):
+            if message["content"].strip() not in text:  # left out, or changed by the template
+                mark = MARK.format(number)
+                marked = [*messages]
+                marked[number] = {**message, "content": mark}
+                if mark not in self.render(marked):
+                    role = message["role"]
+                    raise ValueError(f"the template leaves out the message of the role {role!r}")
 
     def _by_template(self, messages: list[dict], context: int) -> np.ndarray:
         options = {"tokenize": True, "return_dict": True}

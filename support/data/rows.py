@@ -260,10 +260,19 @@ def _open_pydocs() -> Source:
 
 def _open_files(name: str, args: Arguments, options: RowOptions) -> Source:
     files, digest = files_of(Path(name), name, args.include), hashlib.sha256(repr(options).encode())
+    times = {}
     for file in files:
         with reading(file):
+            times[file] = file.stat().st_mtime_ns
             digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
-    return Source(digest.hexdigest(), {"train": partial(_rows_of_files, files, options)})
+
+    def rows(position: Position | None) -> PlacedRows:
+        yield from _rows_of_files(files, options, position)
+        for file in files:  # the tokens are stored under the digest of what it was
+            if file.stat().st_mtime_ns != times[file]:
+                raise UserError(f"{file} has changed since the run started: start again.")
+
+    return Source(digest.hexdigest(), {"train": rows})
 
 
 def _rows_of_files(files: list[Path], options: RowOptions, position: Position | None) -> PlacedRows:
@@ -365,6 +374,9 @@ def _read_csv(file: Path, options: RowOptions) -> RawRows:
         rows = csv.DictReader(
             stream, strict=True, delimiter="\t" if type_of(file) == ".tsv" else ","
         )
+        names = rows.fieldnames or []
+        if len({*names}) < len(names):
+            raise UserError(f"{file} has two columns of one name: {', '.join(map(shown, names))}.")
         for row in rows:
             place = f"{file}, line {rows.line_num}"
             if None in row or None in row.values():

@@ -91,7 +91,7 @@ def _read(folder: Path) -> dict:
 
 # -------------------------------------------------------------------- the caches of Hugging Face
 
-LOGIN_COMMAND = "hf auth login"
+LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login
 # What a run needs of a model: names of files in a snapshot, and "weights" unless they are drawn.
 MODEL_FILES = {
     "config.json": r"config\.json",

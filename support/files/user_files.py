@@ -84,7 +84,7 @@ def read_yaml(flag: str, path: str) -> dict[str, Any]:
 
     try:
         value = yaml.safe_load(read_text(flag, path))
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2026-02-30 is a ValueError
         problem = " ".join(str(error).split())
         raise UserError(f"{flag} {shown(path)} is not YAML: {shown(problem, 300)}.") from error
     if not isinstance(value, dict):

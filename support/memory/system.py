@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
+import sys
 from pathlib import Path
 
 import psutil
@@ -15,9 +16,12 @@ def host_bytes() -> tuple[int, int]:
     """Return (current, peak) resident memory of this process in bytes."""
     now = psutil.Process().memory_info().rss
     # VmHWM starts with this program; ru_maxrss can be inherited from the parent process.
-    if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else ""  # not on a Mac
+    if found := re.search(r"VmHWM:\s+(\d+) kB", text):
         return now, 1024 * int(found[1])
-    return now, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return now, unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def allocator_bytes(device: torch.device) -> tuple[int, int | None]:

@@ -352,7 +352,7 @@ def download(args: Arguments) -> str:
 
 
 def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:
-    """Return the configuration of a GPT-2 architecture in known_models."""
+    """Return the configuration of a GPT-2 architecture in support/tables.py."""
     settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
     settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)

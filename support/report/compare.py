@@ -347,10 +347,11 @@ def read_strategy(folder: Path) -> RecordedRun:
 
     If a repeat did not complete, the status is that of the first such repeat.
     """
-    paths = sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name))
-    repeats = [read_folder(path) for path in paths]
-    broken = [run for run in repeats if run.status != "completed"]
-    completed = [run for run in repeats if run.status == "completed"]
+    repeats = [path for path in folder.glob("[0-9]*") if path.name.isdigit()]
+    paths = sorted(repeats, key=lambda path: int(path.name))
+    runs = [read_folder(path) for path in paths]
+    broken = [run for run in runs if run.status != "completed"]
+    completed = [run for run in runs if run.status == "completed"]
     completed.sort(key=lambda run: run.numbers.get("samples_per_second", 0))
     none = RecordedRun(folder, [], status="not run")
     run = completed[(len(completed) - 1) // 2] if completed else (broken or [none])[0]

@@ -60,9 +60,10 @@ def charts_of(comparison: Comparison) -> dict[str, Chart]:
         parts, plans = memory_of([run.numbers for run in measured], unit)
         chart = partial(draw_bars, names=names, bars=parts, plans=plans)
         charts[f"{kind} on the fullest rank)"] = chart
-        if not comparison.simulated:
+        if timed := [run for run in measured if "samples_per_second" in run.numbers]:
+            names = [run.name for run in timed]
             low, rates, high = (
-                [run.numbers[f"samples_per_second{end}"] for run in measured]
+                [run.numbers[f"samples_per_second{end}"] for run in timed]
                 for end in ("_low", "", "_high")
             )
             chart = partial(draw_bars, names=names, bars={"": rates}, spread=(low, high))

@@ -22,13 +22,14 @@ from support.cli.run_file import settings_of
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, cpu_fact
 from support.console import text_table
-from support.errors import UserError, redact, redact_value
+from support.errors import TrainingError, UserError, redact, redact_value
 from support.files import atomic
 from support.files.user_files import create_folder
 from support.memory import measure
 from support.model.resolve import ModelSpec
 from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
+from support.tables import OPTIMIZERS
 from support.units import GB, human_bytes
 
 # Keys that are null where nothing was trained (--eval_only).
@@ -132,8 +133,13 @@ def hardware(device: torch.device) -> dict:
 
 
 def write_results(path: Path, facts: dict) -> None:
-    """Write results.json; NaN and infinity, which JSON does not have, as null."""
-    atomic.write_text(path, json.dumps(atomic.only_finite(facts), indent=2) + "\n")
+    """Write results.json."""
+    atomic.write_text(path, as_json(facts))
+
+
+def as_json(facts: dict) -> str:
+    """Return the text of results.json; NaN and infinity, which JSON does not have, are null."""
+    return json.dumps(atomic.only_finite(facts), indent=2) + "\n"
 
 
 def read_results(path: Path) -> dict | None:
@@ -189,6 +195,14 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter
         meter.memory, meter.step_memory, nvme_folder(args.ds_config_dict), ctx.launch.is_node_leader
     )
     found = measure.over_ranks(ctx.all_gather(of_this_rank))
+    # With --eval_only no step is measured, so the placement is not known.
+    on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
+    has_states = OPTIMIZERS[args.optim].state_bytes and not on_disk
+    if ctx.simulated and has_states and not found["moments_bytes"]:
+        raise TrainingError(
+            "The simulated steps updated no weights, so Adam's states are missing in the measured "
+            "memory."
+        )
     return found | {"predicted_bytes": fit.predicted_bytes(args, ctx, spec)}
 
 

@@ -128,6 +128,11 @@ class Run:
         if spec.lora:
             trained = f"{spec.trainable:,} of {whole:,} parameters are trained"
             print0(f"🔧 LoRA: {trained} ({spec.trainable / whole:.2%})")
+        if spec.lora and spec.random and not (args.merge_lora or args.no_export):
+            self.ctx.console.warn(
+                "The frozen weights are random, and the adapters cannot be used without them: "
+                "--merge_lora exports both."
+            )
         count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
         if args.eval_only:
             count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
@@ -188,6 +193,14 @@ class Run:
         """Whether the earlier run, whose file is kept, had completed."""
         return self.kept and self.before is not None and self.before["status"] == "completed"
 
+    def was_complete_at(self, args: Arguments, state: TrainState) -> bool:
+        """Whether the earlier run had completed at this step: the last one, or its early stop."""
+        before = self.before or {}
+        stopped = args.early_stopping_patience and before.get("stopped_early")
+        return self.was_complete and (
+            state.finished or (bool(stopped) and before.get("steps") == state.step)
+        )
+
     def _begin(self) -> None:
         """Write this run's file in place of an earlier run's (rank 0)."""
         self.kept = False
@@ -212,7 +225,10 @@ class Run:
         if is_this_run and recorded["status"] != "running":
             return recorded["status"] in ("completed", "preempted")
         self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
-        results.write_results(self.path, self.facts)
+        try:
+            results.write_results(self.path, self.facts)
+        except OSError:  # a full disk has no room for a second file
+            self.path.write_text(results.as_json(self.facts), encoding="utf-8")
         return True
 
     # ----------------------------------------------------------------------------- during training
@@ -445,7 +461,11 @@ class Run:
         self._draw_losses()
         with self._errors_as_notices():
             if self.trace:
+                from support.report.profiling import FIRST
+
                 self.trace.stop()
+                if self.meter.step - self.meter.first_step < FIRST:
+                    self.ctx.console.warn("--profile: the run was too short for a trace.")
             if self._write_snapshot:
                 self.ctx.console.print0(self._write_snapshot())
 

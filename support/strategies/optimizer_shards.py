@@ -55,7 +55,7 @@ class Shard(NamedTuple):
 
 
 def optimizer_family(optimizer) -> str | None:
-    """Return the family of an optimizer (support/optimizers.py); None: not supported."""
+    """Return the family of an optimizer (support/tables.py); None: not supported."""
     base = base_optimizer(optimizer)
     if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
         return "adamw"

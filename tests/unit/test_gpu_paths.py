@@ -75,7 +75,7 @@ def test_memory_of_a_step_by_phase(gpu_memory, monkeypatch):
     peak = memory.DevicePeak(GPU)
     gpu_memory.take(1000, temporary=9999)  # earlier steps, which are not measured
     step = memory.StepMemory(torch.nn.Linear(1, 1), None, peak, False, kept_by_loss=lambda: 40)
-    peak.mark()  # as MetricsLogger does at each mark of this step
+    peak.mark()  # as the meter does at each mark of this step
     step.begin()
     phases = (("forward", 300, 60), ("backward", -200, 400), ("update", -100, 50))
     for phase, size, temporary in phases:

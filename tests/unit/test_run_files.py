@@ -70,7 +70,7 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
         ),
         ("neftune_noise_alpha: 5", "unknown argument --neftune_noise_alpha.*COMING_FROM"),
         ("training:\n  batch_size: many", "run.yaml: argument --batch_size.*: many is not"),
-        ("lr: {a: 1}", "lr cannot be"),
+        ("lr: {a: 1}", "lr cannot have nested"),
         ("model: a: [", "line 1"),
         ("hello", "key: value"),
     ],

@@ -137,22 +137,45 @@ def test_missing_ranks_are_named(monkeypatch, capsys):
         launch = Launch("torchrun", rank, rank, 4, 4, 0, "a", 29500)
         return process_group.meet(store, launch, 1)
 
+    monkeypatch.setattr(process_group.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
     with ThreadPoolExecutor(2) as pool:
         first, second = [pool.submit(meet, rank) for rank in (0, 2)]
         assert "2 of 4 ranks have not arrived (ranks 1, 3)" in str(first.exception())
         assert isinstance(second.exception(), Left)
     assert capsys.readouterr().out.count("missing: ranks 1, 3") == 1
-    with ThreadPoolExecutor(2) as pool:  # the others arrive
-        assert list(pool.map(meet, (1, 3))) == [None, None]
+
+
+def test_the_ranks_of_a_new_start_meet_in_the_store_of_an_earlier_one():
+    """As after an elastic restart: rank 1 of the first start has joined, and died."""
+    store = dist.HashStore()
+
+    def meet(rank: int) -> str:
+        return process_group.meet(store, Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500), 5)
+
+    starts = []
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(meet, (1, 0))
+        assert first == second
+        starts.append(first)
+    assert starts[0] != starts[1]
+
+
+def test_two_processes_of_one_rank_are_refused():
+    store = dist.HashStore()
+    launch = Launch("torchrun", 1, 1, 3, 3, 0, "a", 29500)
+    store.set("meeting/3", "start/x")
+    with ThreadPoolExecutor(2) as pool:
+        two = [pool.submit(process_group.meet, store, launch, 1) for _ in range(2)]
+        assert any("has rank 1, too" in str(each.exception()) for each in two)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_without_an_address_ends_the_run(rank, monkeypatch):
+def test_a_name_without_an_address_ends_the_run(rank):
     """Also of the rank that hosts the store: torch would wait for the name until its timeout."""
-    monkeypatch.setattr(process_group, "ARRIVAL_SECONDS", 0.1)
     launch = Launch("python", rank, rank, 2, 2, 0, "no-such-host.invalid", 29500)
     with pytest.raises(TrainingError, match=r"no-such-host\.invalid:29500 \(.*an address here"):
-        process_group.connect(launch)
+        process_group.connect(launch, 0.1)
 
 
 # ------------------------------------------------------------------------ signals and reporting
