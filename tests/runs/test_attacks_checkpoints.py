@@ -95,6 +95,10 @@ DAMAGES = {
     "a later format": changed(lambda m: m.update(format_version=2)),
     "tensors outside": changed(lambda m: m["pieces"][0].update(file=f"../x/{RANK_FILE}")),
     "a listed file outside": changed(lambda m: m["files"].update({"../latest": OUTSIDE})),
+    "a listed path that becomes absolute": changed(
+        lambda m: m["files"].update({"model//tmp/x": OUTSIDE})
+    ),
+    "a manifest without counters": changed(lambda m: m.pop("counters")),
     "a listed device": changed(lambda m: m["files"].update({"/dev/zero": OUTSIDE})),
     "a file that is missing": lambda f: (step(f, 4) / RANK_FILE).unlink(),
 }
