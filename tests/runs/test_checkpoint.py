@@ -379,19 +379,6 @@ def test_a_checkpoint_of_another_run_is_refused(script, copy):
     assert (copy / "results.json").read_text() == before  # of the run that was complete
 
 
-@pytest.mark.slow
-def test_the_schedule_of_a_deepspeed_file_goes_on(script, tmp_path):
-    config = json.loads((PROJECT / "ds_config_stage1.json").read_text())
-    schedule = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 20}
-    config["scheduler"] = {"type": "WarmupLR", "params": schedule}
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    work = "--seq_length 32 --num_samples 12 --batch_size 2 --no_eval --ds_config".split()
-    whole = script(*work, tmp_path / "ds.json", "--save_every", "3")
-    saved = whole.folder / "checkpoints" / "step-00000003"
-    resumed = script(*work, tmp_path / "ds.json", "--resume", saved)
-    assert history(resumed.folder) == history(whole.folder, after=3)
-
-
 def test_resume_without_a_checkpoint(script, tmp_path):
     work = f"--seq_length 32 --max_steps 1 --no_eval --resume --output_dir {tmp_path}".split()
     run = script(*work, folder=tmp_path)
