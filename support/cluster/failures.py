@@ -149,11 +149,11 @@ class FailureMonitor:
                 found = self.watchdog.look()
             except Exception as problem:
                 error = problem
-        if self.restart and self._first_failure().startswith(RESTART):
-            self._replace_program(self.restart.values)
+        self._restart_if_agreed()
         # The main thread may have a more precise error, or the run may have completed.
         if self._ending.wait(GRACE_SECONDS):
             return
+        self._restart_if_agreed()  # a rank may have agreed on it meanwhile, and waits for it
         if error is not None:
             self.end_failed(error)
         self._exit_at_latest(EXIT_FAILED)
@@ -300,6 +300,10 @@ class FailureMonitor:
             again = f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
             self.console.print(f"ℹ️  {shown} {again}{self._rank_label}")
         return self._restarting or self._first_failure().startswith(RESTART)
+
+    def _restart_if_agreed(self) -> None:
+        if self.restart and self._first_failure().startswith(RESTART):
+            self._replace_program(self.restart.values)
 
     def _replace_program(self, values: dict) -> NoReturn:
         """Replace this program by one with other values of some flags, as all ranks do."""
