@@ -98,13 +98,15 @@ def count(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> Counter[str
     """
     total: Counter[str] = Counter()
     for tensor in tensors:
-        if tensor is None or tensor.device.type == "meta":
-            continue
         try:
+            if tensor is None or tensor.device.type == "meta":
+                continue
             storage = local_part(tensor).untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
         except (RuntimeError, NotImplementedError):
-            continue  # sparse tensors and the compiler's fake tensors have no storage
+            # Sparse tensors and the compiler's fake tensors have no storage, and a tensor that
+            # another thread is creating has not even a device.
+            continue
         if size and address not in seen:
             seen.add(address)
             total[storage.device.type] += size
