@@ -142,8 +142,7 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | 
     path, manifest = found
     current = flags_signature(args, ctx.world_size)
     refuse_other_run(manifest["identity"], current, args.resume_force)
-    if args.ds_config is None:  # a user's file may name another optimizer
-        check_optimizer(path, manifest, OPTIMIZERS[args.optim].family)
+    check_optimizer(path, manifest, OPTIMIZERS[args.optim].family)
     return found
 
 

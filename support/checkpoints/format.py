@@ -20,7 +20,6 @@ STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 BUFFERS = "model/buffers.safetensors"
 ADAFACTOR_STATES = "optimizer.safetensors"  # they have no element for each weight
-MARKS = ("latest", "best")  # files that contain the name of a checkpoint
 
 
 # ---------------------------------------------------------------------------------- names on disk

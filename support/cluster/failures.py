@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from support import console as progress
-from support import process
+from support import console, process
 from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.watchdog import ROUND_SECONDS, Watchdog
 from support.console import Console
@@ -183,9 +182,9 @@ class FailureMonitor:
             if reports:
                 if self.console.verbose:
                     print_traceback(error)
-                progress.write(line, sys.stderr)
+                console.write(line, sys.stderr)
                 for fact in self._about_memory() if isinstance(shown, OutOfMemory) else ():
-                    progress.write(f"   {fact}", sys.stderr)
+                    console.write(f"   {fact}", sys.stderr)
             # The other ranks must read the error in the store, which this process may host.
             if self.launch.is_main and self.launch.world_size > 1:
                 time.sleep(2 * ROUND_SECONDS)
@@ -250,15 +249,15 @@ class FailureMonitor:
 
     def _record(self, shown: UserError) -> bool:
         """Write the error to results.json; return False if another rank has recorded one."""
-        try:
-            return all(record(shown) for record in self.on_failure)
-        except (MemoryError, OSError):
-            self.temporary.clean_up()  # the disk may be full
-        try:
-            return all(record(shown) for record in self.on_failure)
-        except (MemoryError, OSError) as problem:
-            progress.write(f"ℹ️  results.json cannot be written: {problem!r}", sys.stderr)
-            return True
+        failed = ""
+        for _ in range(2):
+            try:
+                return all(record(shown) for record in self.on_failure)
+            except (MemoryError, OSError) as problem:
+                failed = repr(problem)
+                self.temporary.clean_up()  # the disk may be full
+        console.write(f"ℹ️  results.json cannot be written: {failed}", sys.stderr)
+        return True
 
     def _agree_on_first(self, own: str) -> bool:
         """Write an error into the store; return whether it is the first, as without a store."""

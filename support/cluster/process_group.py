@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support import console as progress
+from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch, agent_hosts_store
@@ -141,7 +141,7 @@ def connect(launch: Launch, seconds: float) -> dist.Store:
                 ) from error
             if silent and waited > NOTICE_SECONDS:
                 silent = False
-                progress.write(f"⏳ Rank {launch.rank} waits for rank 0, missing at {address}")
+                console.write(f"⏳ Rank {launch.rank} waits for rank 0, missing at {address}")
             time.sleep(0.1)
 
 
@@ -212,7 +212,7 @@ def _wait_for_ranks(store: dist.Store, launch: Launch, start: str, deadline: flo
                 f"print, and whether their hosts reach {launch.master_addr}:{launch.master_port}."
             )
         if time.monotonic() > notice:
-            progress.write(f"⏳ {absent}; missing: {rank_names(missing)}")
+            console.write(f"⏳ {absent}; missing: {rank_names(missing)}")
             notice = deadline
         time.sleep(0.05)
     joined = [json.loads(store.get(f"{start}/{rank}"))[0] for rank in ranks]

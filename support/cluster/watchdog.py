@@ -28,7 +28,7 @@ from typing import IO
 import psutil
 import torch.distributed as dist
 
-from support import console as progress
+from support import console
 from support.cluster.comm_volume import Traffic
 from support.cluster.launch import agent_hosts_store
 from support.console import Console, text_table
@@ -142,7 +142,7 @@ class Watchdog:
         """Write the stacks of all threads of this process now."""
         file = self._stacks = self._stacks or self._open(f"rank-{self._rank}.txt")
         with contextlib.suppress(OSError):
-            # Not progress.write: the main thread may block while it holds the lock of the bars.
+            # Not console.write: the main thread may block while it holds the lock of the bars.
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n")
             file.flush()
             faulthandler.dump_traceback(file)
@@ -160,7 +160,7 @@ class Watchdog:
         head = f"Hang report of {time.strftime('%Y-%m-%d %H:%M:%S')}\n{reason}"
         file = self._open("report.txt")
         with contextlib.suppress(OSError):
-            progress.write(f"{head}\n\n{text_table(rows, HEADERS)}\n\n", file)
+            console.write(f"{head}\n\n{text_table(rows, HEADERS)}\n\n", file)
         if file is not sys.stderr:
             file.close()
             place = f"{Path(file.name).parent} on {socket.gethostname()}"

@@ -152,11 +152,12 @@ class Encoder:
         messages = list(row.messages)
         numbered = list(enumerate(messages))[row.context :]
         answers = [number for number, message in numbered if message["role"] == "assistant"]
-        self._check_all_are_rendered(messages)
+        text = self.render(messages)
+        self._check_all_are_rendered(messages, text)
         if self.marks_itself:
             ids = self._by_template(messages, row.context)
         else:
-            ids = self._by_marks(messages, answers)
+            ids = self._by_marks(messages, answers, text)
         says = self.marks_itself or any(messages[n]["content"].strip() for n in answers)
         if not says or not (ids[1:] >= 0).any():
             roles = ", ".join(sorted({message["role"] for message in messages}))
@@ -193,8 +194,7 @@ class Encoder:
         except Exception as error:
             raise ValueError(f"the chat template refuses it: {first_line(error, 200)}") from error
 
-    def _check_all_are_rendered(self, messages: list[dict]) -> None:
-        text = self.render(messages)
+    def _check_all_are_rendered(self, messages: list[dict], text: str) -> None:
         for number, message in enumerate(messages):
             if message["content"].strip() not in text:  # left out, or changed by the template
                 mark = MARK.format(number)
@@ -215,8 +215,8 @@ class Encoder:
             mask[: len(prompt)] = False
         return _masked(ids, mask)
 
-    def _by_marks(self, messages: list[dict], answers: list[int]) -> np.ndarray:
-        text, marked = self.render(messages), list(messages)
+    def _by_marks(self, messages: list[dict], answers: list[int], text: str) -> np.ndarray:
+        marked = list(messages)
         for number in answers:
             marked[number] = {"role": "assistant", "content": MARK.format(number)}
         ranges = self._find([messages[n]["content"] for n in answers], text, self.render(marked))

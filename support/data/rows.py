@@ -25,7 +25,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from support import console as progress
+from support import console
 from support.cli.arguments import Arguments, held_out_share
 from support.cli.checks import is_local_dataset
 from support.cluster.context import DistContext
@@ -416,7 +416,7 @@ def _builder_of(name: str, args: Arguments, revision: str | None) -> Any:
     """Return the `datasets.DatasetBuilder` of a dataset on the hub; its hash is the commit."""
     import datasets
 
-    if not progress.on_terminal():
+    if not console.on_terminal():
         datasets.disable_progress_bars()
     config = args.dataset_config
     if name == "wikitext":

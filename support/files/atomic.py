@@ -46,6 +46,19 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
+def overwrite(path: Path, text: str) -> None:
+    """Replace a file's content in place, not atomically: works on most disks that are full.
+
+    Raises:
+        OSError: the text needs more disk blocks than are free; the file is unchanged.
+    """
+    data = text.encode()
+    with open(path, "rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, len(data))
+        file.write(data)
+        file.truncate()
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from support import console as progress
+from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, first_line, refused_as
@@ -56,7 +56,7 @@ def _upload(repository: str, folder: Path) -> dict:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
-    if not progress.on_terminal():
+    if not console.on_terminal():
         disable_progress_bars()
     try:
         commit = HfApi().upload_folder(

@@ -357,10 +357,8 @@ def read_strategy(folder: Path) -> RecordedRun:
     run = completed[(len(completed) - 1) // 2] if completed else (broken or [none])[0]
     run.name, run.repeats = folder.name, completed
     if broken:
-        run.status, run.reason = (
-            broken[0].status,
-            f"{broken[0].reason} (in {broken[0].place}/log.txt)",
-        )
+        run.status = broken[0].status
+        run.reason = f"{broken[0].reason} (in {broken[0].place}/log.txt)"
     if len(completed) > 1 and "samples_per_second" in run.numbers:
         slowest, fastest = (completed[end].numbers["samples_per_second"] for end in (0, -1))
         run.numbers |= {"samples_per_second_low": slowest, "samples_per_second_high": fastest}

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from support import console as progress
+from support import console
 from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
@@ -66,7 +66,7 @@ class Run:
         self._epoch = self._batch = self._batches = 0  # of the epoch: its number, and its steps
         self._losses: list[float] = []  # of the epoch's steps in this process
         self._rate: float | None = None  # tokens per second of the last step that was flushed
-        self._bar = progress.bar("", None, "step", active=False)  # replaced in each epoch
+        self._bar = console.bar("", None, "step", active=False)  # replaced in each epoch
 
     # ----------------------------------------------------------------------------- before training
 
@@ -228,7 +228,7 @@ class Run:
         try:
             results.write_results(self.path, self.facts)
         except OSError:  # a full disk has no room for a second file
-            self.path.write_text(results.as_json(self.facts), encoding="utf-8")
+            atomic.overwrite(self.path, results.as_json(self.facts))
         return True
 
     # ----------------------------------------------------------------------------- during training

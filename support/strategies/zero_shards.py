@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -92,11 +93,13 @@ def replay_bias_correction(cpu_adam, step: int) -> None:
     """Set the internal state of DeepSpeed's CPU Adam to its value after `step` updates.
 
     Its C++ code keeps β₁ᵗ and β₂ᵗ as running products in fp32, which differ from powers in the last
-    bit. They are computed again, with updates of a single element at learning rate 0.
+    bit. They are computed again, with updates of a single element at learning rate 0. Once βᵗ is
+    too small to change 1 - βᵗ in fp32, powers give the same result.
     """
     group, tensors = cpu_adam.param_groups[0], [torch.zeros(1) for _ in range(4)]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
-    for t in range(1, step + 1):
+    replayed = min(step, math.ceil(math.log(2**-26) / math.log(max(*betas, 0.5))))
+    for t in (*range(1, replayed + 1), *([step] if step > replayed else [])):
         # update(id, step, learning rate, betas, eps, weight decay, bias correction, four tensors)
         cpu_adam.ds_opt_adam.adam_update(
             cpu_adam.opt_id, t, 0.0, *betas, eps, 0.0, correct, *tensors

@@ -23,7 +23,7 @@ def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
     assert (found["best_step"], found["stopped_early"], found["steps"]) == (best, 2, best + 8)
     assert found["best_eval_loss"] == evaluations[best] < found["eval_loss"]
     assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
-    # Measured although nobody knew which step would be the last.
+    # With early stopping the last step is not known, so an early step is measured.
     held = found["memory"]["categories_bytes"]
     assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
     flags = f"--model {tmp_path / 'hf'} --dataset pydocs --eval_only --eval_samples 16"

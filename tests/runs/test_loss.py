@@ -12,8 +12,7 @@ from conftest import FAULT
 from operations import Operations
 from torch import nn
 
-from support import patches
-from support import units as chunks
+from support import patches, units
 from support.data.batches import IGNORED
 from support.model import loss, weights
 
@@ -33,7 +32,7 @@ def setting(monkeypatch):
     """Ten tokens at a time; and no check of the positions, which on the meta device have no values."""
     patches.replace_packed_sequence_check(isolate=False)
     patches.skip_padding_check()
-    monkeypatch.setitem(chunks.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
+    monkeypatch.setitem(units.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
 
 
 def output_layer(dtype, bias=False) -> nn.Linear:

@@ -4,7 +4,7 @@ import pytest
 
 from support.errors import explain
 
-# Messages of libraries that this machine cannot produce, and a word of the advice for each.
+# Error messages that only other machines produce, and a word of the advice for each.
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
 ERRORS = [
     ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970", "NCCL_DEBUG"),
