@@ -142,7 +142,7 @@ def train_and_evaluate(
             run.log_evaluation(eval_loss)
             run.manager.after_evaluation(state)
         elif due:
-            ctx.console.warn(f"{data.NOTHING_TO_EVALUATE}.")
+            run.skip_evaluation()  # prints that there are no validation sequences
         if state.finished:  # with --eval_only there is no step to train
             return eval_loss
         train_epoch(objects, rest_of_epoch(train_data, state, args, ctx), state, run, args, ctx)
@@ -396,16 +396,14 @@ def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContex
     batch_size = args.eval_batch_size or args.batch_size
     steps = data.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
     count = data.steps_of(len(order), batch_size * ctx.world_size)
-    with ctx.console.bar("Evaluation", count, "batch") as bar:
-        for number, step_batch in enumerate(steps):
-            # Not for each batch, because this check synchronizes the ranks.
-            if number % 8 == 0 and ctx.asked_to_stop():
-                return None
-            [(inputs, labels, positions)] = step_batch.batches
-            with autocast(model, ctx):
-                total[0] += next_token_loss(model, inputs, labels, one, positions)
-            total[1] += (labels[:, 1:] != data.IGNORED).sum()
-            bar.update()
+    for number, step_batch in enumerate(data.with_bar(steps, "Evaluation", count)):
+        # Not for each batch, because this check synchronizes the ranks.
+        if number % 8 == 0 and ctx.asked_to_stop():
+            return None
+        [(inputs, labels, positions)] = step_batch.batches
+        with autocast(model, ctx):
+            total[0] += next_token_loss(model, inputs, labels, one, positions)
+        total[1] += (labels[:, 1:] != data.IGNORED).sum()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
@@ -416,7 +414,6 @@ def open_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any
     Returns:
         The training sequences, the validation sequences, and the dataset's entry in results.json.
     """
-    ctx.console.print0(f"⏳ Preparing the dataset {args.dataset}")
     if args.streaming:
         from support.data.streaming import open_stream
 
@@ -431,7 +428,6 @@ def open_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any
 # ================================================================ strategies: load, wrap, optimizer
 def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp."""
-    ctx.console.print0("⏳ Loading the model")
     strategy = STRATEGIES[args.strategy]
     if strategy.engine == "fsdp":
         model = shard_with_fsdp(args, ctx, spec)
@@ -443,7 +439,7 @@ def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()  # all ranks have read the weights before their temporary folder is removed
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        ctx.temporary.clean_up(spec.weights)
+        spec.remove_drawn_weights()
     return model
 
 
@@ -545,7 +541,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": on_cpu if args.fsdp.offload else OffloadPolicy(),
     }
-    blocks = fsdp.blocks_to_shard(sharded, args.fsdp, ctx)
+    blocks = fsdp.blocks_to_shard(sharded, args.fsdp)
     for block in blocks:
         if args.compile:
             block.compile()

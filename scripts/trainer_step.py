@@ -32,8 +32,7 @@ from transformers import Trainer, TrainingArguments
 from support.checkpoints.convert import write_checkpoint
 from support.checkpoints.format import step_folder
 from support.cli.arguments import Arguments
-from support.cluster.context import DistContext
-from support.console import Console
+from support.cluster.process_group import single_process
 from support.data import batches
 from support.model import resolve as models
 from support.units import IGNORED
@@ -48,7 +47,7 @@ SAME = """
 def main(args: Arguments, launch) -> None:
     """Load model and data as real_model_example.py does, and make the step."""
     gc.enable()  # which startup.start has disabled for the imports
-    with DistContext.alone(launch, Console(True, args.quiet)) as ctx:
+    with single_process(launch) as ctx:
         spec = models.find_model(args, ctx)
         spec.chunked_loss = False
         args = args.replace(seq_length=spec.seq_length(args))

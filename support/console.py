@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,31 +13,30 @@ if TYPE_CHECKING:
 Rows = Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Console:
-    """What one rank prints."""
+is_main, quiet, verbose = True, False, False  # see `configure`
 
-    is_main: bool  # whether this is rank 0
-    quiet: bool = False  # print only notices and errors (--quiet)
-    verbose: bool = False  # also print tracebacks and the libraries' own lines (--verbose)
 
-    def print0(self, text: str) -> None:
-        """Print on rank 0 only, unless --quiet is set."""
-        if self.is_main and not self.quiet:
-            self.print(text)
+def configure(rank: int, be_quiet: bool, be_verbose: bool) -> None:
+    """Set what this process prints: nothing but errors on other ranks than 0.
 
-    def print(self, text: str) -> None:
-        """Print on this rank, also under --quiet."""
-        write(text)  # `print` would overwrite a progress bar
+    Args:
+        be_quiet: print only notices and errors (--quiet).
+        be_verbose: also print tracebacks (--verbose).
+    """
+    global is_main, quiet, verbose
+    is_main, quiet, verbose = rank == 0, be_quiet, be_verbose
 
-    def warn(self, text: str) -> None:
-        """Print a notice for the user, on rank 0 only, also under --quiet."""
-        if self.is_main:
-            self.print(f"ℹ️  {text}")
 
-    def bar(self, what: str, total: int | None = None, unit: str = "step", done: int = 0) -> tqdm:
-        """Return a `bar`, visible if rank 0 writes to a terminal and without --quiet."""
-        return bar(what, total, unit, self.is_main and not self.quiet and on_terminal(), done)
+def print0(text: str) -> None:
+    """Print on rank 0 only, unless --quiet is set."""
+    if is_main and not quiet:
+        write(text)
+
+
+def warn(text: str) -> None:
+    """Print a notice for the user, on rank 0 only, also under --quiet."""
+    if is_main:
+        write(f"ℹ️  {text}")
 
 
 def on_terminal() -> bool:
@@ -46,13 +44,14 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
-def bar(what: str, total: int | None, unit: str, active: bool, done: int = 0) -> tqdm:
+def bar(what: str, total: int | None = None, unit: str = "step", done: int = 0) -> tqdm:
     """Return a progress bar, or without a total a counter; it disappears when it is closed.
+
+    It is visible on rank 0 if that writes to a terminal, without --quiet.
 
     Args:
         what: description in front of the bar.
         unit: name of a unit; empty, without a total, shows the description only.
-        active: False shows nothing.
         done: units that are done already.
     """
     from tqdm import tqdm  # not for programs that print tables only
@@ -65,7 +64,7 @@ def bar(what: str, total: int | None, unit: str, active: bool, done: int = 0) ->
         total=total,
         initial=done,
         unit=unit,
-        disable=not active,
+        disable=quiet or not (is_main and on_terminal()),
         leave=False,
         dynamic_ncols=True,
         mininterval=0.5,

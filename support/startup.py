@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from support import process
+from support import console, process
 from support.cli import checks
 from support.cli.arguments import Arguments
 from support.cli.ds_config import check_with_deepspeed
@@ -54,6 +54,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
         launch = launching.detect_launch()
         args = continue_restarted(parse_arguments(argv))
+        console.configure(launch.rank, args.quiet, args.verbose)
         if args.print_config:
             print(redact(as_yaml(args)), end="")
             process.check_output()
@@ -97,6 +98,7 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     Args:
         train: returns the wrapped model.
     """
+    from support.cluster.failures import MONITOR
     from support.cluster.process_group import join
     from support.cluster.tuning import choose_precision
     from support.commands import command_of
@@ -113,14 +115,14 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
         check_with_deepspeed(args)  # the keys and values of --ds_config
         ctx.precision = choose_precision(args.precision, ctx.device)
         if command := command_of(args):
-            ctx.failures.end_together(None, command(args, ctx))  # does not return
+            MONITOR.end_together(None, command(args, ctx))  # does not return
         configure_transformers(args)
         model = train(args, ctx)
     except Preempted as preempted:
-        ctx.failures.end_together(preempted.engine, EXIT_PREEMPTED)
+        MONITOR.end_together(preempted.engine, EXIT_PREEMPTED)
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
-        ctx.failures.end_failed(error)
-    ctx.failures.end_together(model, EXIT_COMPLETED)
+        MONITOR.end_failed(error)
+    MONITOR.end_together(model, EXIT_COMPLETED)
 
 
 def check_run(args: Arguments) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 from pathlib import Path
 
+from support import console
 from support.checkpoints.format import candidates_in, find_damage, list_checkpoints, read_manifest
 from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
 from support.cluster.context import DistContext
@@ -98,11 +99,11 @@ def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:
             )
 
 
-def report_changes(saved: dict, current: dict, ctx: DistContext) -> None:
+def report_changes(saved: dict, current: dict) -> None:
     """Warn of the differences between two run signatures that are not refused."""
     for part in ("soft", "told"):
         if found := _differences(saved[part], current[part]):
-            ctx.console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
+            console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
 
 
 def _differences(saved: dict, current: dict) -> list[str]:
@@ -134,7 +135,7 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | 
         return None
     found = _newest(args.resume, folder / "checkpoints", ctx)
     if found is None:
-        ctx.console.warn(
+        console.warn(
             f"--resume: there is no checkpoint in {folder / 'checkpoints'} yet, so this run starts "
             "from the beginning."
         )
@@ -168,7 +169,7 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
             return candidate, manifest
         if wanted and candidate == Path(wanted):
             raise UserError(f"--resume {wanted}: {problem}.")
-        ctx.console.warn(f"Skipped the checkpoint {candidate}: {problem}.")
+        console.warn(f"Skipped the checkpoint {candidate}: {problem}.")
     if wanted or candidates:
         advice = "Remove the folder to start from the beginning."
         if wanted:

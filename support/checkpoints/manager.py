@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from support import console
 from support.checkpoints import format as files
 from support.checkpoints.find import (
     Found,
@@ -92,7 +93,7 @@ class CheckpointManager:
             return NEW_RUN
         path, manifest = found
         refuse_other_run(manifest["identity"], self.identity, self.args.resume_force)
-        report_changes(manifest["identity"], self.identity, self.ctx)
+        report_changes(manifest["identity"], self.identity)
         self._load_weights(path, manifest)
         counters, objects = manifest["counters"], self.objects
         # An imported checkpoint has no position.
@@ -103,9 +104,9 @@ class CheckpointManager:
             best_folder = files.step_folder(self.folder, best["step"])
             if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
                 counters = {**counters, "best": None}
-                self.ctx.console.warn(f"{best_folder} is missing: a later evaluation is the best.")
+                console.warn(f"{best_folder} is missing: a later evaluation is the best.")
         dist.barrier()  # after it every rank has loaded its shards
-        self.ctx.console.print0(f"▶️  Resumed from {path}")
+        console.print0(f"▶️  Resumed from {path}")
         if path.resolve() == files.step_folder(self.folder, counters["step"]).resolve():
             self._saved_at = self._resumed_at = counters["step"]
         return counters
@@ -123,14 +124,17 @@ class CheckpointManager:
                 buffer.copy_(saved[name])
         self._loaded_from = path
 
-    def take_over(self, best: dict | None) -> None:
+    def take_over(self, best: dict | None, clean: bool) -> None:
         """Prepare the folder of checkpoints for this run, when all checks have passed.
 
         Checkpoints after the resumed one are renamed: they are damaged, or of a replaced run.
+
+        Args:
+            clean: remove the unfinished files of killed runs: no other run uses the folder.
         """
         if not self.ctx.is_main:
             return
-        if self.ctx.lock:
+        if clean:
             atomic.remove_leftovers(self.folder)
         for path in files.list_checkpoints(self.folder):
             if files.step_of(path) > self._resumed_at:
@@ -149,7 +153,7 @@ class CheckpointManager:
             return
         manifest, problem = verify(best_folder, self.ctx)
         if problem:
-            self.ctx.console.warn(
+            console.warn(
                 f"--load_best_at_end: {best_folder} cannot be used, so the model keeps the last "
                 f"weights: {problem}."
             )
@@ -157,7 +161,7 @@ class CheckpointManager:
         free_gathered_weights(self.model)
         self._load_weights(best_folder, manifest)
         self.best_is_loaded = True
-        self.ctx.console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
+        console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
 
     # --------------------------------------------------------------------------------------- saving
 
@@ -205,11 +209,11 @@ class CheckpointManager:
         if state.step == self._saved_at:
             return
         started, final = time.monotonic(), files.step_folder(self.folder, state.step)
-        with self.ctx.console.bar("Saving a checkpoint", unit=""):
+        with console.bar("Saving a checkpoint", unit=""):
             self._write(final, self._manifest(state.counters()))
         self._saved_at = state.step
         self.seconds.append(time.monotonic() - started)
-        self.ctx.console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
+        console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
 
     def _manifest(self, counters: dict) -> dict:
         """Return the manifest without the entries about files and pieces."""
@@ -279,7 +283,7 @@ class CheckpointManager:
             atomic.sync(self.folder.parent)
             self._mark("latest", files.step_of(final))  # for users only
         except OSError as error:
-            self.ctx.console.warn(f"checkpoints/latest cannot be written: {error.strerror}.")
+            console.warn(f"checkpoints/latest cannot be written: {error.strerror}.")
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the model's present weights; None if there is none.
@@ -294,7 +298,7 @@ class CheckpointManager:
         try:
             self.save(state)
         except TrainingError as error:
-            self.ctx.console.warn(str(error))
+            console.warn(str(error))
             return None
         return files.step_folder(self.folder, state.step)
 

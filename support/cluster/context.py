@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from support.cluster.failures import FailureMonitor, StopSignal
+from support import console
+from support.cluster.failures import MONITOR
 from support.cluster.launch import Launch
-from support.console import Console
 from support.errors import TrainingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,38 +25,23 @@ class DistContext:
     Attributes:
         device: the GPU of this rank, or the CPU.
         backend: "nccl", "gloo", or "fake" in a simulation.
-        failures: what ends this process when a rank fails.
-        hang: the hang report, and the count of the collectives.
-        temporary: folders and files to remove, at the latest when this process exits.
+        stop: whether this process has received a stop signal.
+        store: the key-value store of the run.
         simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
         real_world_size: number of processes that exist: 1 in a simulation.
         precision: of the computation: "fp32", "bf16" or "fp16".
         nodes: number of nodes.
-        lock: on rank 0: prevents a second run from using the output folder.
     """
 
-    def __init__(self, launch: Launch, device: torch.device, backend: str, console: Console):
-        self.launch, self.device, self.backend, self.console = launch, device, backend, console
+    def __init__(
+        self, launch: Launch, device: torch.device, backend: str, store: dist.Store | None = None
+    ):
+        self.launch, self.device, self.backend = launch, device, backend
         self.rank, self.world_size, self.is_main = launch.rank, launch.world_size, launch.is_main
         self.simulated = backend == "fake"
         self.real_world_size = 1 if self.simulated else launch.world_size
-        self.stop = StopSignal()
-        self.failures = FailureMonitor(launch, self.real_world_size, console, self.stop)
-        self.hang, self.temporary = self.failures.watchdog, self.failures.temporary
+        self.stop, self.store = MONITOR.stop, store or dist.HashStore()
         self.precision, self.nodes = "fp32", 1
-        self.lock: Any = None
-
-    @classmethod
-    @contextlib.contextmanager
-    def alone(cls, launch: Launch, console: Console) -> Iterator[DistContext]:
-        """Yield the context of one process on the CPU without a process group; an error ends it."""
-        ctx = cls(launch, torch.device("cpu"), "fake", console)
-        ctx.stop.install()
-        try:
-            yield ctx
-            ctx.temporary.clean_up()
-        except BaseException as error:
-            ctx.failures.end_failed(error)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +57,7 @@ class DistContext:
         if not hybrid:
             return init_device_mesh(self.device.type, (self.world_size,))
         if self.nodes == 1:
-            self.console.warn(
+            console.warn(
                 "HYBRID_SHARD on one node is FULL_SHARD: there is no other node to hold a copy."
             )
         shape = (self.nodes, self.launch.local_world_size)
@@ -93,7 +77,7 @@ class DistContext:
         """
         if self.real_world_size == 1:
             return prepare()
-        store, key = self.failures.store, f"prepared/{what}/{self.launch.node}"
+        store, key = self.store, f"prepared/{what}/{self.launch.node}"
         if self.launch.is_node_leader:
             store.set(key, json.dumps(prepare()))
             store.add(f"prepared/{what}/nodes", 1)

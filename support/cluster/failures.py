@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 
 from support import console, process
-from support.cluster.launch import Launch, agent_hosts_store
+from support.cluster.launch import agent_hosts_store
 from support.cluster.watchdog import ROUND_SECONDS, Watchdog
-from support.console import Console
 from support.errors import (
     EXIT_FAILED,
     LESS_MEMORY,
@@ -37,7 +36,7 @@ from support.errors import (
     explain,
     print_traceback,
 )
-from support.files.atomic import TemporaryPaths
+from support.files.atomic import remove_temporary_folders
 from support.process import exit_now
 
 SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
@@ -111,16 +110,15 @@ class Restart:
 class FailureMonitor:
     """Reports the first failure of a run, and ends this process."""
 
-    def __init__(self, launch: Launch, ranks: int, console: Console, stop: StopSignal):
-        self.launch, self.console, self.stop = launch, console, stop
-        self.watchdog = Watchdog(launch.rank, ranks, console)
-        self.temporary = TemporaryPaths()
-        # Functions that record an error; each returns False if another rank has recorded one.
-        self.on_failure: list[Callable[[UserError], bool]] = []
+    def __init__(self, stop: StopSignal):
+        self.stop = stop
+        self.rank, self.ranks = 0, 1  # until `watch`
+        self.watchdog = Watchdog(self.rank, self.ranks)
+        # Records an error, and returns False if another rank has recorded one.
+        self.record: Callable[[UserError], bool] = lambda _: True
         # Lines for a user whose memory ran out: on what used it, and on what would fit.
         self.memory_facts: list[Callable[[], list[str]]] = []
         self.remedies: Callable[[], list[str]] = list
-        self.flushes: list[Callable[[], None]] = []  # write files that other programs read
         self.restart: Restart | None = None  # after memory ran out (--auto_micro_batch)
         self._restarting = False
         self._ending = threading.Event()  # this process is exiting
@@ -132,8 +130,9 @@ class FailureMonitor:
         """The store with the states of the ranks and the first error."""
         return self.watchdog.store
 
-    def watch(self, store: dist.Store, hang_seconds: int) -> None:
+    def watch(self, rank: int, ranks: int, store: dist.Store, hang_seconds: int) -> None:
         """Start the watchdog (see `Watchdog.start`), and handle stop signals."""
+        self.rank, self.ranks, self.watchdog = rank, ranks, Watchdog(rank, ranks)
         self.stop.install()
         self.watchdog.start(store, hang_seconds)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -176,17 +175,17 @@ class FailureMonitor:
         line = f"❌ {shown}{self._rank_label}"
         self._exit_at_latest(shown.exit_code, line)
         try:
-            own = f"{self.launch.rank} {threading.get_ident()} {shown}"
+            own = f"{self.rank} {threading.get_ident()} {shown}"
             reports = self._record(shown) and self._agree_on_first(own)
             self._ending.set()
             if reports:
-                if self.console.verbose:
+                if console.verbose:
                     print_traceback(error)
                 console.write(line, sys.stderr)
                 for fact in self._about_memory() if isinstance(shown, OutOfMemory) else ():
                     console.write(f"   {fact}", sys.stderr)
             # The other ranks must read the error in the store, which this process may host.
-            if self.launch.is_main and self.launch.world_size > 1:
+            if self.rank == 0 and self.ranks > 1:
                 time.sleep(2 * ROUND_SECONDS)
         finally:
             self._leave(shown.exit_code)
@@ -211,16 +210,12 @@ class FailureMonitor:
             if dist.get_backend() == "nccl":
                 dist.destroy_process_group()
         finally:
-            self.flushes.clear()  # they were written
             self._leave(code)
 
     def _leave(self, code: int) -> NoReturn:
         self._ending.set()
-        for flush in self.flushes:
-            with contextlib.suppress(Exception):  # must not replace the error that ends the run
-                flush()
         self.watchdog.close()
-        self.temporary.clean_up()
+        remove_temporary_folders()
         exit_now(code)  # not sys.exit: the destructor of a communicator with a lost peer can hang
 
     def _exit_at_latest(self, code: int, line: str = "") -> None:
@@ -242,8 +237,8 @@ class FailureMonitor:
 
     @property
     def _rank_label(self) -> str:
-        place = f" [rank {self.launch.rank} on {socket.gethostname()}]"
-        return place if self.launch.world_size > 1 else ""
+        place = f" [rank {self.rank} on {socket.gethostname()}]"
+        return place if self.ranks > 1 else ""
 
     # ------------------------------------------------------------------------- the first failure
 
@@ -252,10 +247,10 @@ class FailureMonitor:
         failed = ""
         for _ in range(2):
             try:
-                return all(record(shown) for record in self.on_failure)
+                return self.record(shown)
             except (MemoryError, OSError) as problem:
                 failed = repr(problem)
-                self.temporary.clean_up()  # the disk may be full
+                remove_temporary_folders()  # the disk may be full
         console.write(f"ℹ️  results.json cannot be written: {failed}", sys.stderr)
         return True
 
@@ -294,10 +289,10 @@ class FailureMonitor:
             shown.on_host and torch.cuda.is_available()
         )
         helps = out_of_memory and self.restart.useful() and not self.stop.requested
-        if helps and self._agree_on_first(f"{RESTART} of rank {self.launch.rank}"):
+        if helps and self._agree_on_first(f"{RESTART} of rank {self.rank}"):
             flags = [f"--{name} {value}" for name, value in self.restart.values.items()]
             again = f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
-            self.console.print(f"ℹ️  {shown} {again}{self._rank_label}")
+            console.write(f"ℹ️  {shown} {again}{self._rank_label}")
         return self._restarting or self._first_failure().startswith(RESTART)
 
     def _restart_if_agreed(self) -> None:
@@ -308,7 +303,7 @@ class FailureMonitor:
         """Replace this program by one with other values of some flags, as all ranks do."""
         self._restarting = True
         self.watchdog.close()
-        self.temporary.clean_up()
+        remove_temporary_folders()
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             self._wait_for_ranks()
         for stream in (sys.stdout, sys.stderr):
@@ -325,10 +320,13 @@ class FailureMonitor:
         """Wait until all ranks are ready; if rank 0 hosts the store, it leaves first."""
         deadline = time.monotonic() + READY_SECONDS
         ready = self.store.add("restart/ready", 1)
-        leaves_first = self.launch.is_main or agent_hosts_store()
-        while not leaves_first or (ready < self.launch.world_size and time.monotonic() < deadline):
+        leaves_first = self.rank == 0 or agent_hosts_store()
+        while not leaves_first or (ready < self.ranks and time.monotonic() < deadline):
             time.sleep(0.1)
             ready = self.store.add("restart/ready", 0)
+
+
+MONITOR = FailureMonitor(StopSignal())  # of this process, which ends once
 
 
 def free_variables(error: BaseException | None) -> None:

@@ -6,11 +6,13 @@ not in a collective, which hangs when one rank has exited.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +22,12 @@ import torch.distributed as dist
 from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
+from support.cluster.failures import MONITOR
 from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.tuning import choose_device
 from support.cluster.watchdog import rank_names
-from support.console import Console
 from support.errors import EXIT_FAILED, TrainingError
+from support.files.atomic import remove_temporary_folders
 from support.process import code_digest, exit_now, versions
 from support.tables import STRATEGIES
 
@@ -45,21 +48,32 @@ def join(args: Arguments, launch: Launch) -> DistContext:
     """
     device = choose_device(launch)
     backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
-    ctx = DistContext(launch, device, backend, Console(launch.is_main, args.quiet, args.verbose))
     own, group = dist.HashStore(), dist.HashStore()  # of a single process: they need no port
-    if ctx.real_world_size > 1:
+    if launch.world_size > 1 and backend != "fake":
         seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
         store = connect(launch, seconds)
         start = meet(store, launch, seconds)
         own = dist.PrefixStore(start, store)
         # Another connection than the watchdog's: the calls of a connection wait for each other.
         group = dist.PrefixStore(f"{start}/group", open_store(launch, hosts_it=False))
-    ctx.failures.watch(own, args.hang_seconds)
+    ctx = DistContext(launch, device, backend, own)
+    MONITOR.watch(ctx.rank, ctx.real_world_size, own, args.hang_seconds)
     try:
         initialize(args, ctx, group)
     except BaseException as error:
-        ctx.failures.end_failed(error)
+        MONITOR.end_failed(error)
     return ctx
+
+
+@contextlib.contextmanager
+def single_process(launch: Launch) -> Iterator[DistContext]:
+    """Yield the context of one process on the CPU without a process group; an error ends it."""
+    MONITOR.stop.install()
+    try:
+        yield DistContext(launch, torch.device("cpu"), "fake")
+        remove_temporary_folders()
+    except BaseException as error:
+        MONITOR.end_failed(error)
 
 
 def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from support import console
 from support.cluster.comm_volume import Traffic
 from support.cluster.launch import agent_hosts_store
-from support.console import Console, text_table
+from support.console import text_table
 from support.errors import TrainingError
 from support.train_state import TrainState
 
@@ -49,13 +49,13 @@ HEADERS = ("rank", "host", "pid", "process", "step", "doing", "last collective",
 class Watchdog:
     """Exchange of states with the other ranks, and what this rank adds to a hang report."""
 
-    def __init__(self, rank: int, ranks: int, console: Console):
+    def __init__(self, rank: int, ranks: int):
         self.store: dist.Store = dist.HashStore()  # of this process, until `start`
         self.traffic = Traffic()
         self.folder: Path | None = None  # the output folder; None: reports go to stderr
         self.state: TrainState | None = None  # None before and after the training
         self.doing: Callable[[], str] = str  # returns the phase of the run
-        self._rank, self._ranks, self._console = rank, ranks, console
+        self._rank, self._ranks = rank, ranks
         self._beat, self._next_beat = 0, 0  # number of rounds: of this rank and of the next one
         self._silent = 0  # rounds without an answer of the next rank
         self._progress: tuple[int, int] | None = None  # step and number of collectives
@@ -164,7 +164,7 @@ class Watchdog:
         if file is not sys.stderr:
             file.close()
             place = f"{Path(file.name).parent} on {socket.gethostname()}"
-            self._console.print(f"ℹ️  {reason}: the stacks of the ranks are in {place}")
+            console.write(f"ℹ️  {reason}: the stacks of the ranks are in {place}")
 
     def close(self) -> None:
         """Stop the timer, and remove rank-N.txt if nothing was written to it."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from support import console
 from support.cli import checks
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cli.ds_config import configured_strategy
@@ -84,7 +85,7 @@ def check(args: Arguments, ctx: DistContext) -> int:
 
 def _print(lines: Iterable[Line | str], ctx: DistContext) -> None:
     for line in lines if ctx.is_main else ():
-        ctx.console.print(str(line))
+        console.write(str(line))
 
 
 def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:

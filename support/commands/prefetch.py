@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from support import console
 from support.cli.arguments import Arguments, datasets_of
 from support.cli.checks import is_local_dataset, is_local_model
-from support.cluster.context import DistContext
 from support.cluster.launch import Launch
-from support.console import Console
+from support.cluster.process_group import single_process
 from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.cache import cache_folder, huggingface_home
@@ -23,8 +23,7 @@ def prefetch(args: Arguments, launch: Launch) -> NoReturn:
     A run with the same flags then needs no network; HF_HUB_OFFLINE=1 prevents it from trying to
     reach the hub. With --streaming a dataset of the hub is not downloaded.
     """
-    console = Console(launch.is_main, args.quiet, args.verbose)
-    with DistContext.alone(launch, console) as ctx:
+    with single_process(launch) as ctx:
         remote = not (is_local_model(args.model) or args.model == EMBEDDED_MODEL)
         verb = "Downloading, unless it is in the cache," if remote else "Reading"
         console.print0(f"⏳ {verb} {args.model}")

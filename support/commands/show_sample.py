@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from support import console
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
 from support.data import batches
@@ -28,7 +29,7 @@ def show_sample(args: Arguments, ctx: DistContext) -> int:
         inputs, labels = train.read(np.arange(1))[:2]
     if ctx.is_main:
         for line in describe(inputs[0].tolist(), labels[0].tolist(), tokenizer):
-            ctx.console.print(line)
+            console.write(line)
     return EXIT_COMPLETED
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from support import console
 from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
 from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
@@ -45,6 +46,7 @@ def open_tokenized(
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
+    console.print0(f"⏳ Preparing the dataset {args.dataset}")
     if args.mixture and not (evaluates_only(args) and args.validation_file):
         return _open_mixture(args, ctx, tokenizer)
     return _open_dataset(args, ctx, tokenizer, args.dataset)
@@ -56,7 +58,7 @@ def _open_dataset(
     """Do what `open_tokenized` does for one dataset."""
     prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
     train, validation, facts = split_sequences(prepared, args, Padding.of(args, ctx.device.type))
-    tokenize.print_splits(ctx, facts, tokenizer)
+    tokenize.print_splits(facts, tokenizer)
     nothing = {"sha256": None, "tokens": 0, "blocks": 0, "kind": facts["validation"].get("kind")}
     found = {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
     return train, validation, {"name": name, **facts.get("train", nothing), **found}
@@ -70,7 +72,7 @@ def _open_mixture(
     whole = args.replace(num_samples=None, eval_only=False)
     datasets, validations, entries = [], [], []
     for name, _ in args.mixture:
-        ctx.console.print0(f"📂 {name}")
+        console.print0(f"📂 {name}")
         train, validation, entry = _open_dataset(whole, ctx, tokenizer, name)
         datasets.append(train)
         validations.append(validation)
@@ -86,7 +88,7 @@ def _open_mixture(
             )
         entry |= {"weight": named.weight, "blocks_per_epoch": count}
         share = count / mixture.num_sequences
-        ctx.console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
+        console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
     evaluated = validations[0] if args.validation_file else mix(validations)
     held_out = [entry["validation"].get("sha256") for entry in entries]
     kinds = {entry["kind"] for entry in entries}
@@ -269,6 +271,14 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
     """
     numbers = np.random.SeedSequence([seed, step, micro_step, rank])
     torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0]) >> 1)
+
+
+def with_bar(steps: Iterator[StepBatch], what: str, count: int) -> Iterator[StepBatch]:
+    """Yield the step batches, and show a progress bar of `count` of them."""
+    with console.bar(what, count, "batch") as bar:
+        for step_batch in steps:
+            yield step_batch
+            bar.update()
 
 
 def copy_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[StepBatch]:

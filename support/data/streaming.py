@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from support import console
 from support.cli.arguments import Arguments, global_batch, isolates_documents
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data import batches, tokenize
@@ -133,7 +134,7 @@ class Stream:
         self.slots |= {number: copy.deepcopy(slots[str(number)]) for number in self.slots}
         readers = [slot["reader"] for slot in self.slots.values()]
         self.last = begin = min(readers, key=lambda reader: reader["row"])
-        self.ctx.console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
+        console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.units = self._read_units(begin)
         own = {str(number): slots[str(number)] for number in self.slots}
         self.state |= {"slots": own, "rows": begin["row"], "passes": begin["pass"]}
@@ -146,9 +147,9 @@ class Stream:
             before, self.state = self.state, step_batch.state  # the state after it
             if not before["kind"]:
                 kind, formats = (self.state[name] for name in NO_KIND)
-                tokenize.print_format(self.ctx, formats, kind, self.tokenizer)
+                tokenize.print_format(formats, kind, self.tokenizer)
             for row in list(self.bad)[before["bad"] : self.state["bad"]]:
-                self.ctx.console.warn(f"Left out: {row}")
+                console.warn(f"Left out: {row}")
             yield step_batch
 
     # ------------------------------------------------------------- in the thread that reads ahead
@@ -337,6 +338,7 @@ def open_stream(
         UserError: see `rows.open_for_streaming`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
+    console.print0(f"⏳ Preparing the dataset {args.dataset}")
     source = open_for_streaming(args, RowOptions.of(args, tokenizer), ctx)
     require_equal_on_all_ranks(ctx.all_gather(source.fingerprint), "The corpus")
     train = Stream(args, ctx, tokenizer, source)
@@ -349,5 +351,5 @@ def open_stream(
             validation = validation.pack()
             facts["blocks"] = validation.num_sequences
         train.facts["validation"] = {**facts, "bad_rows": prepared["bad_rows"]}
-        tokenize.print_splits(ctx, {"validation": train.facts["validation"]}, tokenizer)
+        tokenize.print_splits({"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind, open_source
@@ -61,41 +62,39 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
 
     def tokenize() -> dict:
         source = open_source(name, args, RowOptions.of(args, tokenizer))
-        cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
-        with ctx.console.bar("Tokenizing", unit="characters") as bar:
+        cache = Cache(cache_folder(args.cache_dir))
+        with console.bar("Tokenizing", unit="characters") as bar:
             return tokenize_once(source, tokenizer, cache, bar.update, args.max_bad_rows)
 
     prepared = ctx.once_per_node(f"dataset {name}", tokenize)
     require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")
     for row in prepared["bad_rows"]:
-        ctx.console.warn(f"Left out: {row}")
+        console.warn(f"Left out: {row}")
     return prepared
 
 
-def print_splits(ctx: DistContext, facts: dict[str, dict], tokenizer: Any) -> None:
+def print_splits(facts: dict[str, dict], tokenizer: Any) -> None:
     """Print the formats, and one line for each split; `facts` has counts of batches.open_split."""
     rows = [split for split in facts.values() if "kind" in split]
     kinds = [split["kind"] for split in rows]
     formats = dict.fromkeys(name for split in rows for name in split["formats"])
-    print_format(ctx, formats, "chat" if "chat" in kinds else kinds[0], tokenizer)
+    print_format(formats, "chat" if "chat" in kinds else kinds[0], tokenizer)
     for name, split in facts.items():
         keys = [k for k in ("rows", "tokens", "blocks", "truncated", "skipped") if split.get(k)]
         counts = [f"{split[key]:,} {key.replace('blocks', 'sequences')}" for key in keys]
         if "padding_share" in split:
             counts.append(f"{split['padding_share']:.1%} padding")
-        ctx.console.print0(f"📚 {name}: {', '.join(counts)}")
+        console.print0(f"📚 {name}: {', '.join(counts)}")
 
 
-def print_format(
-    ctx: DistContext, formats: Iterable[str], kind: str | None, tokenizer: Any
-) -> None:
+def print_format(formats: Iterable[str], kind: str | None, tokenizer: Any) -> None:
     """Print the formats that were recognized; set a chat template if conversations need one."""
     if kind == "chat":
         from support.data import chat
 
         if chat.use_plain_template(tokenizer):
-            ctx.console.warn(chat.PLAIN_NOTICE)
-    ctx.console.print0(f"🔎 Format: {', '.join(formats)} ({kind or 'text'})")
+            console.warn(chat.PLAIN_NOTICE)
+    console.print0(f"🔎 Format: {', '.join(formats)} ({kind or 'text'})")
 
 
 def tokenize_once(

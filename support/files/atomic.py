@@ -155,25 +155,12 @@ def lock(path: Path) -> IO[bytes] | None:
     return file
 
 
-# The locks of this process's temporary folders, which last as long as these files are open.
-_locks: dict[str, IO[bytes] | None] = {}
-
-
-class TemporaryPaths(list[str]):
-    """Paths of temporary folders and files to remove, at the latest when the process exits."""
-
-    def clean_up(self, *paths: str) -> None:
-        """Remove the given folders and files; without arguments all of them."""
-        for path in [entry for entry in self if not paths or entry in paths]:
-            with contextlib.suppress(ValueError):  # two threads may clean up at the same time
-                self.remove(path)
-            if lock_file := _locks.pop(path, None):
-                lock_file.close()  # NFS keeps a file that is open
-            remove(Path(path))
+# This process's temporary folders and their lock files; a lock lasts as long as its file is open.
+_temporary: dict[Path, IO[bytes] | None] = {}
 
 
 class TemporaryFolder:
-    """A new folder that is removed at the end, with a lock file in it.
+    """A new folder with a lock file in it, which `remove` or `remove_temporary_folders` removes.
 
     If this process is killed, a later run on the same machine removes the folder. On some file
     systems a lock is not visible on other machines, so the folder's name has that of the machine.
@@ -191,14 +178,27 @@ class TemporaryFolder:
                 if lock(left):
                     remove(left.parent)
         self.path = parent / f"{prefix}{secrets.token_hex(6)}"
-        self.paths = [str(self.path)]  # for `TemporaryPaths`
         self.path.mkdir(mode)
-        _locks[str(self.path)] = lock(self.path / ".locking")
+        _temporary[self.path] = lock(self.path / ".locking")
         os.rename(self.path / ".locking", self.path / ".lock")  # locked before others find it
 
     def remove(self) -> None:
         """Remove the folder and everything in it; errors are ignored."""
-        TemporaryPaths(self.paths).clean_up()
+        remove_temporary_folder(self.path)
+
+
+def remove_temporary_folder(path: Path) -> None:
+    """Remove a folder if it is a TemporaryFolder of this process; errors are ignored."""
+    if path in _temporary:
+        if lock_file := _temporary.pop(path, None):
+            lock_file.close()  # NFS keeps a file that is open
+        remove(path)
+
+
+def remove_temporary_folders() -> None:
+    """Remove all temporary folders of this process, which is about to exit."""
+    for path in list(_temporary):
+        remove_temporary_folder(path)
 
 
 def start_folder(folder: Path) -> TemporaryFolder:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from support import console
 from support.errors import UserError
 from support.files.atomic import read_json, sha256_of, start_folder, sync_tree
 
@@ -24,12 +25,10 @@ class Cache:
 
     Args:
         root: the folder that contains them, shared by all runs with the same --cache_dir.
-        temporary: paths that the run removes if it ends early; includes the folder in progress.
-        print0: prints a line for the user.
     """
 
-    def __init__(self, root: Path, temporary: list[str], print0: Callable[[str], None]):
-        self.root, self.temporary, self.print0 = root, temporary, print0
+    def __init__(self, root: Path):
+        self.root = root
 
     def get(self, name: str, write: Callable[[Path], dict]) -> tuple[Path, dict]:
         """Return a folder and the facts about it; it is written if it is missing or damaged.
@@ -47,7 +46,7 @@ class Cache:
             if is_damaged:
                 return folder, _read(folder)
         except (OSError, ValueError, KeyError, TypeError) as damage:
-            self.print0(f"The cached folder {folder} is damaged ({damage}): writing it again.")
+            console.write(f"The cached folder {folder} is damaged ({damage}): writing it again.")
         try:
             return folder, self._write(folder, write, is_damaged)
         except OSError as error:
@@ -60,7 +59,6 @@ class Cache:
 
     def _write(self, folder: Path, write: Callable[[Path], dict], replace: bool) -> dict:
         temporary = start_folder(folder)
-        self.temporary += temporary.paths
         new = temporary.path / "new"
         try:
             facts = write(new)
@@ -76,7 +74,6 @@ class Cache:
                     raise
         finally:
             temporary.remove()
-            self.temporary[:] = [path for path in self.temporary if path not in temporary.paths]
         return facts
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
+from support import console
 from support.cli.arguments import Arguments
 from support.cli.checks import is_local_model
 from support.cluster.context import DTYPES
@@ -111,7 +112,6 @@ def export_model(
     temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
-        ctx.temporary.extend(temporary.paths)
         errors.attempt(spec.describe, folder, dtype, args.merge_lora)
     write = _write_merged if spec.lora and args.merge_lora else _write_trained
     write(trained, folder, dtype, errors)
@@ -123,8 +123,8 @@ def export_model(
     if failed:
         return failed, target.folder
     if final != target.folder:
-        ctx.console.warn(f"{target.folder} exists, and is kept: --overwrite replaces it.")
-    ctx.console.print0(f"🤗 {final}")
+        console.warn(f"{target.folder} exists, and is kept: --overwrite replaces it.")
+    console.print0(f"🤗 {final}")
     return "", final
 
 

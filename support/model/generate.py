@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from support import console
 from support.cluster.context import DistContext
 from support.model.resolve import ModelSpec, max_positions
 
@@ -65,5 +66,5 @@ def generate(
         text = spec.tokenizer.decode(answer, skip_special_tokens=True).strip()
     else:
         text = spec.tokenizer.decode(ids[0])
-    ctx.console.print0(f"💬 {text}")
+    console.print0(f"💬 {text}")
     return text

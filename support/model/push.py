@@ -48,7 +48,7 @@ def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
         The `push` entry of results.json on the ranks of rank 0's node; None on the others.
     """
     if repository:
-        ctx.console.print0(f"⏳ Pushing {folder} to {repository}")
+        console.print0(f"⏳ Pushing {folder} to {repository}")
     return ctx.once_per_node("push", lambda: _upload(repository, folder) if repository else None)
 
 

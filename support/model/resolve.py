@@ -17,12 +17,12 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from support import patches
+from support import console, patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
 from support.cli.checks import is_local_model, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import UserError, first_line, refused_as
-from support.files.atomic import write_text
+from support.files.atomic import remove_temporary_folder, write_text
 from support.files.cache import LOGIN_COMMAND, Cache, cache_folder
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
@@ -97,12 +97,17 @@ class ModelSpec:
         Args:
             dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
         """
+        console.print0("⏳ Loading the model")
         torch.manual_seed(self.seed)
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
         model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
         if names := sorted(info["missing_keys"]):
-            ctx.console.warn(f"{len(names)} weights are missing and random, {names[0]} among them.")
+            console.warn(f"{len(names)} weights are missing and random, {names[0]} among them.")
         return self._prepare(model)
+
+    def remove_drawn_weights(self) -> None:
+        """Remove the folder of the weights if they were drawn for this run; call it once loaded."""
+        remove_temporary_folder(Path(self.weights))
 
     def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
         """Write everything of the model except its weights: configurations and tokenizer.
@@ -155,7 +160,7 @@ def fuse_gelu(config) -> dict[str, str]:
     return replaced
 
 
-def set_dropout(config, probability: float, ctx: DistContext) -> None:
+def set_dropout(config, probability: float) -> None:
     """Set every dropout probability of an architecture, whatever its name is."""
     text_config = config.get_text_config()
     names = [
@@ -166,7 +171,7 @@ def set_dropout(config, probability: float, ctx: DistContext) -> None:
     ]
     text_config.update(dict.fromkeys(names, probability))
     if not names and probability:
-        ctx.console.warn("--dropout: this architecture has no dropout.")
+        console.warn("--dropout: this architecture has no dropout.")
 
 
 def max_positions(config) -> int | None:
@@ -186,16 +191,16 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     """
     _be_quiet(args)
     if not args.hub_offline:
-        ctx.console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
+        console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
     found = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
     config = _read_config(found["weights"], args.model)
     tokenizer = _read_tokenizer(found["tokenizer"], args)
     for notice in found["notices"]:
-        ctx.console.warn(notice)
+        console.warn(notice)
     config.use_cache = False
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     if args.dropout is not None:
-        set_dropout(config, args.dropout, ctx)
+        set_dropout(config, args.dropout)
     lora = None
     if args.lora_r is not None:
         from support.model.lora import Lora
@@ -260,7 +265,7 @@ def _locate(
     """
     if args.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        return _gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args, ctx), None, []
+        return _gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args), None, []
     if is_local_model(args.model) or not scratch_without_hub(args):
         folder = args.model if is_local_model(args.model) else download(args)
         config = _read_config(folder, args.model)
@@ -272,7 +277,7 @@ def _locate(
         return config, folder, None, []
     except UserError:
         notice = f"The tokenizer of {args.model} is not available: using the embedded one."
-        return config, embedded_tokenizer(args, ctx), None, [notice]
+        return config, embedded_tokenizer(args), None, [notice]
 
 
 def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
@@ -281,13 +286,13 @@ def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
     random = folder is None
     if folder is None:
         torch.manual_seed(args.seed)
-        folder = weights.save_temporarily(weights.from_config(config), ctx)
+        folder = weights.save_temporarily(weights.from_config(config))
     entries = len(_read_tokenizer(tokenizer, args))
     if entries > config.get_text_config().vocab_size:
         model, _ = weights.from_folder(folder, config)
         torch.manual_seed(args.seed)
         model.resize_token_embeddings(entries)
-        folder, random = weights.save_temporarily(model, ctx), True
+        folder, random = weights.save_temporarily(model), True
         notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
     return {"weights": folder, "tokenizer": tokenizer, "notices": notices, "random": random}
 
@@ -359,7 +364,7 @@ def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GP
     return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
-def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
+def embedded_tokenizer(args: Arguments) -> str:
     """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference."""
     from pydoc_data.topics import topics
 
@@ -377,7 +382,7 @@ def embedded_tokenizer(args: Arguments, ctx: DistContext) -> str:
         ).save_pretrained(folder)
         return {}
 
-    cache = Cache(cache_folder(args.cache_dir), ctx.temporary, ctx.console.print)
+    cache = Cache(cache_folder(args.cache_dir))
     # transformers 4 cannot read what transformers 5 writes.
     written_by = transformers.__version__.partition(".")[0]
     folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-{written_by}-{digest}", train)

@@ -94,12 +94,11 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
     return {"dtype" if renamed else "torch_dtype": dtype}
 
 
-def save_temporarily(model: nn.Module, ctx: DistContext) -> str:
+def save_temporarily(model: nn.Module) -> str:
     """Save a model to a folder that the run removes at its end; return the folder."""
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )
-    ctx.temporary.extend(temporary.paths)
     # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
     config = copy.deepcopy(model.config)
     config.update(as_dtype(torch.float32))

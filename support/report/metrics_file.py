@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from support import console
 from support.files.atomic import only_finite, write_text
-
-if TYPE_CHECKING:  # `compare_runs.py --help` must be fast, and the console imports tqdm
-    from support.console import Console
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
@@ -38,8 +35,8 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
 class MetricsFile:
     """The metrics.jsonl that a run writes (rank 0)."""
 
-    def __init__(self, path: Path, console: Console):
-        self.path, self._console = path, console
+    def __init__(self, path: Path):
+        self.path = path
         self._unwritten = b""  # what did not fit on a full disk
         self._warned = False
 
@@ -61,7 +58,7 @@ class MetricsFile:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                self._console.warn(
+                console.warn(
                     f"{self.path} cannot be written ({error.strerror}): training continues, and "
                     "the missing lines are written as soon as there is space."
                 )

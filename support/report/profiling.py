@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
+from support import console
 from support.cluster.context import DistContext
+from support.cluster.failures import MONITOR
 from support.errors import UserError
 from support.files.user_files import create_folder
 
@@ -25,7 +27,7 @@ def start_trace(folder: str, ctx: DistContext) -> torch.profiler.profile:
 
     def write(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(path))
-        ctx.console.print0(f"📁 {path.parent} (trace from step {FIRST} on, for ui.perfetto.dev)")
+        console.print0(f"📁 {path.parent} (trace from step {FIRST} on, for ui.perfetto.dev)")
 
     # The profiler starts one step early, because starting it takes time.
     schedule = torch.profiler.schedule(wait=FIRST - 2, warmup=1, active=RECORDED, repeat=1)
@@ -57,5 +59,5 @@ def record_memory(file: str, ctx: DistContext) -> Callable[[], str]:
         torch.cuda.memory._dump_snapshot(str(path))
         return f"📁 {path} (for pytorch.org/memory_viz)"
 
-    ctx.failures.memory_facts.append(lambda: [write()])
+    MONITOR.memory_facts.append(lambda: [write()])
     return write

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
+from support import console
 from support.checkpoints.format import list_checkpoints
 from support.cli.arguments import Arguments, global_batch
 from support.cli.ds_config import nvme_folder
@@ -39,14 +41,18 @@ KEYS_OF_TRAINING = """
 """.split()
 
 
-def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
+def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
     """Create the output folder, named by --output_dir or by rank 0, and lock it.
+
+    Returns:
+        The folder; on rank 0 its lock file, or None on a file system without locks.
 
     Raises:
         UserError: the folder cannot be created, is in use by another run, has checkpoints that no
             flag allows to replace, or is not on a disk that all nodes share although the run writes
             checkpoints or the export.
     """
+    lock = None
     started = time.strftime("%Y%m%d-%H%M%S")
     name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
     if ctx.is_main:
@@ -54,7 +60,7 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
             name += "x"
         create_folder("--output_dir", Path(name))
         try:
-            ctx.lock = atomic.lock(Path(name) / ".lock")
+            lock = atomic.lock(Path(name) / ".lock")
         except BlockingIOError:
             raise UserError(
                 f"--output_dir {name} is in use by another run: wait, or name another folder."
@@ -68,7 +74,7 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> Path:
     folder = Path(ctx.broadcast_from_rank0(name))
     if ctx.nodes > 1 and not (args.no_save and args.no_export):
         check_all_see(folder, ctx)
-    return folder
+    return folder, lock
 
 
 def check_all_see(folder: Path, ctx: DistContext) -> None:
@@ -213,7 +219,7 @@ def say_setup(ctx: DistContext) -> None:
     """Print the "Distributed Setup" lines, once, if the run has several ranks."""
     gpu = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "none (CPU)"
     if ctx.world_size > 1:
-        ctx.console.print0(
+        console.print0(
             "=== Distributed Setup ===\n"
             f"Rank: {ctx.rank}/{ctx.world_size}\n"
             f"Local Rank: {ctx.launch.local_rank}\n"
@@ -224,7 +230,7 @@ def say_setup(ctx: DistContext) -> None:
 
 def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
     """Print the results at the end of a run, from the content of results.json."""
-    print0, used, on_gpu = ctx.console.print0, facts["memory"], ctx.device.type == "cuda"
+    print0, used, on_gpu = console.print0, facts["memory"], ctx.device.type == "cuda"
     if args.profile_memory or ctx.simulated:
         for line in memory_profile(used, on_gpu):
             print0(line)

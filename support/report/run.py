@@ -17,10 +17,10 @@ from support import console
 from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.cluster.failures import Restart
+from support.cluster.failures import MONITOR, Restart
 from support.cluster.launch import restart_values
 from support.cluster.tuning import keep_freed_memory
-from support.data.batches import steps_of
+from support.data.batches import NOTHING_TO_EVALUATE, steps_of
 from support.errors import Preempted, UserError, explain
 from support.files import atomic
 from support.memory.measure import MemoryByPhase
@@ -58,6 +58,7 @@ class Run:
     def __init__(self, ctx: DistContext, folder: Path, facts: dict):
         self.ctx, self.folder = ctx, folder
         self.path, self.facts = folder / "results.json", facts
+        self._lock: Any = None  # on rank 0: prevents a second run from using the folder
         self.before: dict | None = None  # the earlier run's results.json, on every rank
         self.kept = False  # whether the file is still the earlier run's
         self._pending: list[dict] = []  # steps whose numbers are still on the device
@@ -66,7 +67,7 @@ class Run:
         self._epoch = self._batch = self._batches = 0  # of the epoch: its number, and its steps
         self._losses: list[float] = []  # of the epoch's steps in this process
         self._rate: float | None = None  # tokens per second of the last step that was flushed
-        self._bar = console.bar("", None, "step", active=False)  # replaced in each epoch
+        self._bar: Any = None  # of the epoch
 
     # ----------------------------------------------------------------------------- before training
 
@@ -74,7 +75,9 @@ class Run:
     def open(cls, args: Arguments, ctx: DistContext) -> Run:
         """Create and lock the output folder, write results.json, start to record memory."""
         results.say_setup(ctx)
-        run = cls(ctx, results.new_output_dir(args, ctx), results.facts_at_start(args, ctx))
+        folder, lock = results.new_output_dir(args, ctx)
+        run = cls(ctx, folder, results.facts_at_start(args, ctx))
+        run._lock = lock
         if ctx.is_main:
             run.before = results.read_results(run.path)
             run.kept = args.resume is not None and run.before is not None
@@ -83,7 +86,7 @@ class Run:
                 run._begin()
         shared = (run.before, run.kept, run.facts["started_at"])
         run.before, run.kept, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
-        ctx.failures.on_failure.append(run.fail)
+        MONITOR.record = run.fail
         from support.strategies.requirements import check_requirements
 
         check_requirements(args)  # after it, because results.json tells why a run is skipped
@@ -93,8 +96,9 @@ class Run:
 
             run._repository = open_repository(args, run.folder, ctx)
         memory = run.memory = MemoryByPhase(ctx.device)
-        ctx.hang.folder, ctx.hang.doing = run.folder, lambda: memory.doing
-        ctx.failures.memory_facts.append(memory.describe)
+        hang = MONITOR.watchdog
+        hang.folder, hang.doing = run.folder, lambda: memory.doing
+        MONITOR.memory_facts.append(memory.describe)
         if args.memory_snapshot:
             from support.report.profiling import record_memory
 
@@ -109,11 +113,11 @@ class Run:
 
             return fit.ways_to_fit(args, self.ctx, spec)
 
-        self.ctx.failures.remedies = ways_to_fit  # printed if memory runs out
+        MONITOR.remedies = ways_to_fit  # printed if memory runs out
         verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
-        self.ctx.console.print0(
+        console.print0(
             f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
             f"📋 Strategy: {args.strategy.upper()}"
         )
@@ -123,13 +127,13 @@ class Run:
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
             prompt_for(args, spec, dataset)
-        print0, whole = self.ctx.console.print0, spec.parameters
+        print0, whole = console.print0, spec.parameters
         print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
             trained = f"{spec.trainable:,} of {whole:,} parameters are trained"
             print0(f"🔧 LoRA: {trained} ({spec.trainable / whole:.2%})")
         if spec.lora and spec.random and not (args.merge_lora or args.no_export):
-            self.ctx.console.warn(
+            console.warn(
                 "The frozen weights are random, and the adapters cannot be used without them: "
                 "--merge_lora exports both."
             )
@@ -155,30 +159,30 @@ class Run:
         ctx = self.ctx
         self.args, self.manager, self.state, self._samples = args, manager, state, state.samples
         self.meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
-        self.file = MetricsFile(self.folder / "metrics.jsonl", ctx.console)
+        self.file = MetricsFile(self.folder / "metrics.jsonl")
         if args.report_to and ctx.is_main:
             from support.report.trackers import Trackers
 
-            self.trackers = Trackers(args, ctx, self.folder, state.step)
+            self.trackers = Trackers(args, self.folder, state.step)
         if args.profile:
             from support.report.profiling import start_trace
 
             self.trace = start_trace(args.profile, ctx)
         # All checks have passed: only now may files of an earlier run be changed.
-        manager.take_over(state.best)
+        manager.take_over(state.best, clean=self._lock is not None)
         self.facts["run_signature"] = manager.identity
         self._begin()
         if ctx.is_main:
             self.file.cut_at(state.step)
-        ctx.hang.state = state
+        MONITOR.watchdog.state = state
         keep_freed_memory(ctx.device)  # for the next step; see support/cluster/tuning.py
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if values := restart_values(args, self.folder):
-            ctx.failures.restart = Restart(values, self._smaller_batch_may_help)
+            MONITOR.restart = Restart(values, self._smaller_batch_may_help)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
         training = f"Training: steps {state.step + 1} to {state.total_steps}"
-        ctx.console.print0(f"⏳ {'Evaluating' if args.eval_only else training}")
+        console.print0(f"⏳ {'Evaluating' if args.eval_only else training}")
 
     def _smaller_batch_may_help(self) -> bool:
         """Whether a new start with smaller micro-batches may help after memory ran out."""
@@ -204,7 +208,7 @@ class Run:
     def _begin(self) -> None:
         """Write this run's file in place of an earlier run's (rank 0)."""
         self.kept = False
-        if self.ctx.is_main and self.ctx.lock:
+        if self._lock:
             atomic.remove_leftovers(self.folder)
         self._write()
 
@@ -241,7 +245,7 @@ class Run:
         self._batch = steps_of(state.position, state.global_batch)
         remaining = steps_of(state.num_sequences - state.position, state.global_batch)
         self._batches = self._batch + min(remaining, state.total_steps - state.step)
-        self._bar = self.ctx.console.bar(f"Epoch {self._epoch}", self._batches, done=self._batch)
+        self._bar = console.bar(f"Epoch {self._epoch}", self._batches, done=self._batch)
         self.meter.pause()
 
     def log_step(
@@ -285,7 +289,7 @@ class Run:
 
     def _print_step(self, batch: int, lr: float) -> None:
         """Print one step, after the last step of an epoch also the epoch's mean loss."""
-        state, print0 = self.state, self.ctx.console.print0
+        state, print0 = self.state, console.print0
         if self.ctx.simulated:
             print0(f"Step {state.step}/{state.total_steps} of the memory simulation")
             return
@@ -340,9 +344,13 @@ class Run:
         self.flush()
         self.memory.doing = "evaluation"
 
+    def skip_evaluation(self) -> None:
+        """Print why an evaluation that is due does not take place."""
+        console.warn(f"{NOTHING_TO_EVALUATE}.")
+
     def log_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and print whether it ends the run."""
-        state, print0, perplexity = self.state, self.ctx.console.print0, perplexity_of(loss)
+        state, print0, perplexity = self.state, console.print0, perplexity_of(loss)
         print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
         self._log({"step": state.step, "eval_loss": loss, "perplexity": perplexity})
         if state.stopped_early and state.best:
@@ -373,7 +381,7 @@ class Run:
         reason = "stopped by a signal; a checkpoint was saved"
         self.facts.update(status="preempted", reason=reason, **self._progress())
         self._write()
-        self.ctx.console.print0(
+        console.print0(
             f"⏸️  Stopped by a signal after step {self.state.step} of {self.state.total_steps}: "
             "resume with --resume"
         )
@@ -388,13 +396,13 @@ class Run:
         """
         self.memory.note("trained")
         args, ctx, manager, state = self.args, self.ctx, self.manager, self.state
-        ctx.hang.state = ctx.failures.restart = None
+        MONITOR.watchdog.state = MONITOR.restart = None
         if manager.objects.stream is not None:
             self.facts["dataset"] = manager.objects.stream.summary()
         if args.load_best_at_end and state.best:
             manager.load_best(state.best["step"], state.step)
         elif args.load_best_at_end:
-            ctx.console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
+            console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
         self.flush()
         best = state.best or {"loss": None, "step": None}
         self.facts.update(
@@ -410,16 +418,16 @@ class Run:
         results.say_results(ctx, self.facts, args)
         self._export(args, manager, state, casting)
         self._close()
-        ctx.console.print0(f"📁 {self.path}")
+        console.print0(f"📁 {self.path}")
         if not ctx.simulated:
             page = f"python scripts/report.py {shlex.quote(str(self.folder))}"
-            ctx.console.print0(f"📊 A page with its curves: {page}")
+            console.print0(f"📊 A page with its curves: {page}")
 
     def finish_completed_run(
         self, args: Arguments, manager: CheckpointManager, state: TrainState, casting
     ) -> None:
         """Finish a resumed run that was already complete: export and generate what is missing."""
-        self.ctx.console.print0("✅ The run was already complete.")
+        console.print0("✅ The run was already complete.")
         self.facts.update(self.before or {})
         if args.load_best_at_end and self.facts.get("best_step"):
             manager.load_best(self.facts["best_step"], state.step)
@@ -453,7 +461,8 @@ class Run:
 
     def _close(self) -> None:
         """Finish the files of other tools."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         if self.trackers:
             self.trackers.close()
         if self.ctx.is_main:
@@ -465,9 +474,9 @@ class Run:
 
                 self.trace.stop()
                 if self.meter.step - self.meter.first_step < FIRST:
-                    self.ctx.console.warn("--profile: the run was too short for a trace.")
+                    console.warn("--profile: the run was too short for a trace.")
             if self._write_snapshot:
-                self.ctx.console.print0(self._write_snapshot())
+                console.print0(self._write_snapshot())
 
     def _draw_losses(self) -> None:
         from support.report.loss_curve import draw_losses
@@ -482,7 +491,7 @@ class Run:
         try:
             yield
         except Exception as error:
-            self.ctx.console.warn(str(explain(error)))
+            console.warn(str(explain(error)))
 
 
 def prompt_for(args: Arguments, spec: ModelSpec, dataset: dict) -> Any:

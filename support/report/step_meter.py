@@ -13,6 +13,7 @@ import torch
 from support.cli.arguments import Arguments
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
+from support.cluster.failures import MONITOR
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
 from support.report import PHASES
@@ -40,10 +41,10 @@ def create_meter(
 
     detailed = args.profile_memory or ctx.simulated
     step_memory = StepMemory(module, objects.optimizer, memory.peak, detailed, kept_by_loss)
-    ctx.failures.memory_facts.append(step_memory.describe)
+    MONITOR.memory_facts.append(step_memory.describe)
     last = state.total_steps
     measured_step = min(last, state.step + EARLY_MEASURED_STEP) if state.patience else last
-    return StepMeter(memory, step_memory, ctx.hang.traffic, state.step, measured_step)
+    return StepMeter(memory, step_memory, MONITOR.watchdog.traffic, state.step, measured_step)
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from support import console
 from support.cli.arguments import Arguments
-from support.cluster.context import DistContext
 from support.errors import UserError, explain, first_line, redact_value
 from support.files.atomic import write_text
 
@@ -32,19 +32,19 @@ class Tracker(NamedTuple):
     close: Callable[[], object]
 
 
-def tensorboard(folder: Path, step: int, arguments: dict, ctx: DistContext) -> Tracker:
+def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
     """Write event files into a folder; a resumed run continues the curves at its checkpoint."""
     from torch.utils.tensorboard import SummaryWriter
 
     # With purge_step TensorBoard hides the points of earlier files that this run logs again.
     writer = SummaryWriter(str(folder), purge_step=step + 1)
-    ctx.failures.flushes.append(writer.flush)
     table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
     writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
 
     def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
+        writer.flush()  # a killed run loses nothing
 
     return Tracker(log, writer.close)
 
@@ -88,15 +88,14 @@ class Trackers:
     One that fails is dropped with a notice, and training continues.
     """
 
-    def __init__(self, args: Arguments, ctx: DistContext, folder: Path, step: int):
+    def __init__(self, args: Arguments, folder: Path, step: int):
         values = {**vars(args), "tags": ", ".join(args.tags)}
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
         arguments = {name: redact_value(value) for name, value in shown.items()}
         self.started: dict[str, Tracker] = {}
-        self._console = ctx.console
         if "tensorboard" in args.report_to:
             events = Path(args.logging_dir or folder / "tensorboard")
-            self.started["tensorboard"] = tensorboard(events, step, arguments, ctx)
+            self.started["tensorboard"] = tensorboard(events, step, arguments)
         if "wandb" in args.report_to:
             self.started["wandb"] = wandb(folder, step, arguments, args)
 
@@ -116,4 +115,4 @@ class Trackers:
             except Exception as error:  # a full disk, a lost connection
                 del self.started[name]
                 failed = f"--report_to {name} failed, and is not used any more"
-                self._console.warn(f"{failed}: {explain(error)}")
+                console.warn(f"{failed}: {explain(error)}")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from support import console
 from support.cli.arguments import Arguments
 from support.cli.ds_config import (
     ModelSizes,
@@ -48,13 +49,12 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
         local_ranks = 1 if ctx.simulated else ctx.launch.local_world_size
         needed = 20 * spec.parameters * local_ranks // ctx.world_size
         created = requirements.make_nvme_folder(args.nvme_path, needed)
-        ctx.temporary.extend(created.paths)
         return str(created.path)
 
     def build_ops() -> None:
         if missing := ops.missing_ops(strategy):
-            show = not ctx.console.quiet or args.verbose
-            ops.build(missing, ctx.console.print if show else lambda _: None, args.verbose)
+            show = not args.quiet or args.verbose
+            ops.build(missing, console.write if show else lambda _: None, args.verbose)
 
     if strategy.uses_nvme:
         nvme_folder = ctx.once_per_node("nvme folder", make_nvme_folder)

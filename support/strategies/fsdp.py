@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
+from support import console
 from support.cluster.context import DistContext
 from support.model.weights import transformer_blocks
 from support.train_state import is_fsdp_module
@@ -12,7 +13,7 @@ from support.train_state import is_fsdp_module
 __all__ = ["blocks_to_shard", "fill_from_rank0", "is_fsdp_module"]
 
 
-def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Module]:
+def blocks_to_shard(model: nn.Module, options) -> list[nn.Module]:
     """Return the layers that FSDP shards: those of its configuration, or the blocks."""
     if not options.wrap_layers:
         return []
@@ -20,7 +21,7 @@ def blocks_to_shard(model: nn.Module, options, ctx: DistContext) -> list[nn.Modu
     if options.layers and not named:
         blocks = transformer_blocks(model)
         kind = type(blocks[0]).__name__ if blocks else "none"
-        ctx.console.warn(
+        console.warn(
             f"This model has no layer of class {', '.join(options.layers)}: "
             f"sharding its own blocks ({kind})."
         )

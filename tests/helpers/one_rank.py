@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
-from support.console import Console
 
 
 @contextlib.contextmanager
@@ -16,6 +15,6 @@ def one_rank():
     launch = Launch("python", 0, 0, 1, 1, 0, "", 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield DistContext(launch, torch.device("cpu"), "gloo", Console(True))
+        yield DistContext(launch, torch.device("cpu"), "gloo")
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ import numpy as np
 from support.cli.parse import parse_arguments
 
 
-def tokenized(file, tokenizer, root, *flags, bad=0, said=None):
+def tokenized(file, tokenizer, root, *flags, bad=0):
     """What `tokenize_once` returns for a file or folder, with the cache in `root`."""
     from support.data.rows import RowOptions, open_source
     from support.data.tokenize import tokenize_once
@@ -16,8 +16,7 @@ def tokenized(file, tokenizer, root, *flags, bad=0, said=None):
 
     args = parse_arguments([str(flag) for flag in flags])
     source = open_source(str(file), args, RowOptions.of(args, tokenizer))
-    cache = Cache(Path(root), [], (said if said is not None else []).append)
-    return tokenize_once(source, tokenizer, cache, lambda n: None, bad)
+    return tokenize_once(source, tokenizer, Cache(Path(root)), lambda n: None, bad)
 
 
 def ids_of(prepared):
@@ -27,10 +26,9 @@ def ids_of(prepared):
 
 
 def stream_of(file, tokenizer, **flags):
-    """A Stream of one rank, and the lines that it prints."""
+    """A Stream of one rank."""
     from support.data.streaming import open_stream
 
-    said = []
     small = "--seq_length 16 --batch_size 2 --max_steps 50 --shuffle_buffer 4 --max_bad_rows 9"
     args = parse_arguments(["--dataset", str(file), "--streaming", "--no_eval", *small.split()])
     args = args.replace(seed=0, **flags)
@@ -40,6 +38,5 @@ def stream_of(file, tokenizer, **flags):
         device=SimpleNamespace(type="cpu"),
         world_size=1,
         all_gather=lambda value: [value],
-        console=SimpleNamespace(print=said.append, print0=said.append, warn=said.append),
     )
-    return open_stream(args, run, tokenizer)[0], said
+    return open_stream(args, run, tokenizer)[0]

@@ -65,27 +65,28 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_cache_is_written_again(tokenizer, tmp_path, damage):
+def test_a_damaged_cache_is_written_again(tokenizer, tmp_path, damage, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     first = tokenized(tmp_path / "text.txt", tokenizer, tmp_path / "cache")
     folder = Path(first["folder"])
     good = (folder / "train.bin").read_bytes()
     damage(folder)
-    said = []
-    again = tokenized(tmp_path / "text.txt", tokenizer, tmp_path / "cache", said=said)
+    capsys.readouterr()
+    again = tokenized(tmp_path / "text.txt", tokenizer, tmp_path / "cache")
     assert again == first and (folder / "train.bin").read_bytes() == good
-    assert len(said) == 1 and str(folder) in said[0] and "damaged" in said[0]
+    [said] = capsys.readouterr().out.splitlines()
+    assert str(folder) in said and "damaged" in said
 
 
 def test_a_cache_that_another_run_writes_at_the_same_time(tokenizer, tmp_path):
     """Both write; the first to finish gives the folder its name, and the other one uses it."""
-    facts, cache = {"n": 1}, Cache(tmp_path, [], print)
+    facts, cache = {"n": 1}, Cache(tmp_path)
 
     def write(folder, depth=[]):  # noqa: B006 (the second call comes from within the first)
         (folder / "x.bin").write_bytes(b"tokens")
         if not depth:
             depth.append(1)
-            Cache(tmp_path, [], print).get("name", write)
+            Cache(tmp_path).get("name", write)
         return facts
 
     assert cache.get("name", write) == (tmp_path / "name", facts) == cache.get("name", None)
@@ -99,22 +100,22 @@ def write(folder):
     (folder / "x.bin").write_bytes(b"half")
     print("writing", flush=True)
     time.sleep(60)
-Cache(Path(sys.argv[1]), [], print).get("name", write)
+Cache(Path(sys.argv[1])).get("name", write)
 """
 
 
-def test_a_run_that_is_killed_while_it_writes_the_cache(tmp_path):
+def test_a_run_that_is_killed_while_it_writes_the_cache(tmp_path, capsys):
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, tmp_path], cwd=PROJECT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "writing\n"
     process.kill()
     process.communicate()
-    said = []
-    folder, facts = Cache(tmp_path, [], said.append).get(
+    folder, facts = Cache(tmp_path).get(
         "name", lambda to: (to / "x.bin").write_bytes(b"tokens") and {"n": 1}
     )
-    assert (folder / "x.bin").read_bytes() == b"tokens" and facts == {"n": 1} and not said
+    assert (folder / "x.bin").read_bytes() == b"tokens" and facts == {"n": 1}
+    assert not capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == [
         "name"
     ]  # nothing of the killed run is left

@@ -53,7 +53,7 @@ def test_a_place_where_no_cache_can_be(tmp_path):
     (tmp_path / "file").write_text("x")
     for place in (tmp_path / "file", tmp_path / ("x" * 300)):
         with pytest.raises(UserError, match=r"cannot be written.*use --cache_dir"):
-            Cache(place, [], print).get("name", lambda folder: {})
+            Cache(place).get("name", lambda folder: {})
 
 
 # patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT

@@ -37,15 +37,12 @@ def clock(monkeypatch):
     return clock
 
 
-def open_run(tmp_path, clock, bar=False, device="cpu", **flags) -> Run:
+def open_run(tmp_path, clock, device="cpu", **flags) -> Run:
     """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and
     StepMemory `PAUSE`.
     """
-    console = SimpleNamespace(
-        print0=lambda text: None, bar=lambda *a, **k: MagicMock(disable=not bar)
-    )
     ctx = SimpleNamespace(device=SimpleNamespace(type=device), is_main=True, simulated=False)
-    ctx.console, ctx.precision = console, "fp32"
+    ctx.precision = "fp32"
     run = Run(ctx, tmp_path, {})
     run.args = SimpleNamespace(logging_steps=1, streaming=False, **flags)
     run.state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
@@ -54,7 +51,7 @@ def open_run(tmp_path, clock, bar=False, device="cpu", **flags) -> Run:
         getattr(step_memory, name).side_effect = lambda *_: clock.work(PAUSE)
     run.memory = MagicMock(device=torch.device("cpu"))
     run.meter = StepMeter(run.memory, step_memory, MagicMock(), 0, STEPS)
-    run.file = MetricsFile(tmp_path / "metrics.jsonl", console)
+    run.file = MetricsFile(tmp_path / "metrics.jsonl")
     run.trackers = MagicMock()
     run.trackers.log.side_effect = lambda record: clock.work(LOG)
     return run
@@ -95,8 +92,9 @@ def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
 
 
 def test_the_bar_shows_the_loss_of_each_step(tmp_path, clock):
-    run = open_run(tmp_path, clock, bar=True)
+    run = open_run(tmp_path, clock)
     run.start_epoch()
+    run._bar = MagicMock()
     train(run, clock, STEPS)
     shown = [call.args[0] for call in run._bar.set_postfix_str.call_args_list]
     assert len(shown) == STEPS and all("loss 1.000" in text for text in shown)
@@ -162,11 +160,11 @@ def test_losses_are_drawn_next_to_the_metrics(tmp_path, clock, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, monkeypatch):
+def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, monkeypatch, capsys):
     """Also a line of which a part was written."""
     from support.report import metrics_file
 
-    notices, room = [], [30]
+    room = [30]
 
     class Disk:
         def __init__(self, path):
@@ -186,14 +184,14 @@ def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, monkey
             return self.file.write(data[:size])
 
     monkeypatch.setattr(metrics_file, "open", lambda path, *a, **k: Disk(path), raising=False)
-    file = MetricsFile(tmp_path / "metrics.jsonl", SimpleNamespace(warn=notices.append))
+    file = MetricsFile(tmp_path / "metrics.jsonl")
     for number in range(1, 5):
         file.append({"step": number, "loss": 1.0})
-    assert len(notices) == 1 and "No space left" in notices[0]
+    assert capsys.readouterr().out.count("No space left") == 1
     assert read_metrics(file.path) == ([{"step": 1, "loss": 1.0}], [])
     room[0] = 1000
     file.append({"step": 5, "loss": 1.0})
     assert [record["step"] for record in read_metrics(file.path)[0]] == [1, 2, 3, 4, 5]
     room[0] = 0
     file.append({"step": 6, "loss": 1.0})
-    assert len(notices) == 2
+    assert capsys.readouterr().out.count("No space left") == 1

@@ -96,7 +96,7 @@ def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
     """And continues from each of its states with the same sequences."""
     tokenizer, cpu = tokenizer_of("gpt2"), torch.device("cpu")
     flags = {"packing": True, "seq_length": LENGTH, "shuffle_buffer": 8}
-    stream, _ = stream_of(pairs, tokenizer, **flags)
+    stream = stream_of(pairs, tokenizer, **flags)
     batches, places = [], []
     for step in stream.step_batches(cpu):
         batches.append(step.batches[0])
@@ -109,7 +109,7 @@ def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
     assert min(map(found.count, found)) >= 1
     assert all(((positions == 0) <= (labels == IGNORED)).all() for _, labels, positions in batches)
     for step in (0, 3, 6):
-        resumed, _ = stream_of(pairs, tokenizer, **flags)
+        resumed = stream_of(pairs, tokenizer, **flags)
         resumed.resume(places[step])
         again = resumed.step_batches(cpu)
         for batch in batches[step + 1 : step + 4]:
@@ -123,7 +123,7 @@ def test_packing_is_refused_for_text(tmp_path):
     prepared = tokenized(tmp_path / "rows.jsonl", tokenizer, tmp_path)
     with pytest.raises(UserError, match="use --isolate_documents"):
         open_split(prepared, "train", arguments(packing=True), PADDING)
-    stream, _ = stream_of(tmp_path / "rows.jsonl", tokenizer, packing=True)
+    stream = stream_of(tmp_path / "rows.jsonl", tokenizer, packing=True)
     with pytest.raises(UserError, match="use --isolate_documents"):
         next(stream.step_batches(torch.device("cpu")))
     with pytest.raises(UserError, match="always isolates"):

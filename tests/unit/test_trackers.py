@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-from support.console import Console
 from support.report.trackers import Tracker, Trackers
 
 
@@ -13,7 +12,7 @@ def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
         raise OSError(28, "No space left on device")
 
     args = SimpleNamespace(tags=[], report_to=[])
-    trackers = Trackers(args, SimpleNamespace(console=Console(is_main=True)), tmp_path, 0)
+    trackers = Trackers(args, tmp_path, 0)
     trackers.started["broken"] = Tracker(fail, fail)
     trackers.started["working"] = Tracker(lambda *point: points.append(point), fail)
     for step in (1, 2):

@@ -13,7 +13,6 @@ from support import process
 from support.cluster import comm_volume, process_group, watchdog
 from support.cluster.failures import FailureMonitor, StopSignal
 from support.cluster.launch import Launch
-from support.console import Console
 from support.errors import StoppedBySignal, TrainingError, explain
 from support.train_state import TrainState
 
@@ -23,7 +22,7 @@ def ranks(tmp_path, monkeypatch):
     """The watchdogs of two ranks in this process, which share a store."""
     # torch registers the functions that count collectives once in a process, and not per rank.
     monkeypatch.setattr(comm_volume.Traffic, "start", lambda self: None)
-    store, dogs = dist.HashStore(), [watchdog.Watchdog(rank, 2, Console(True)) for rank in (0, 1)]
+    store, dogs = dist.HashStore(), [watchdog.Watchdog(rank, 2) for rank in (0, 1)]
     for dog in dogs:
         dog.start(store, hang_seconds=1)
         dog.folder = tmp_path
@@ -206,8 +205,8 @@ def fail(stop, monkeypatch):
     def end(error, record):
         monkeypatch.setattr("support.cluster.failures.exit_now", leave)
         monkeypatch.setattr(FailureMonitor, "_exit_at_latest", lambda *_: None)
-        monitor = FailureMonitor(Launch("python", 0, 0, 1, 1, 0, "", 0), 1, Console(True), stop)
-        monitor.on_failure.append(record)
+        monitor = FailureMonitor(stop)
+        monitor.record = record
         with pytest.raises(Left) as left:
             monitor.end_failed(error)
         return left.value.args[0]
