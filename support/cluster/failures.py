@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import signal
 import socket
@@ -44,7 +43,6 @@ GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 READY_SECONDS = 10  # for all ranks to see that they restart
 LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
-RESERVE_BYTES = 64 << 20
 RESTART = "restart"  # begins the entry of the store that all ranks read when a rank fails
 
 
@@ -122,8 +120,6 @@ class FailureMonitor:
         self.restart: Restart | None = None  # after memory ran out (--auto_micro_batch)
         self._restarting = False
         self._ending = threading.Event()  # this process is exiting
-        # Address space to report that no memory is left. It is never written to: it has no pages.
-        self._reserve = mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
 
     @property
     def store(self) -> dist.Store:
@@ -165,14 +161,14 @@ class FailureMonitor:
         results.json is written first, by this thread, which needs no other thread and little
         memory. Only the rank that fails first reports: the errors of the others are consequences.
         """
-        self._reserve.close()
         shown = explain(error)
         if isinstance(shown, OutOfMemory) and shown.on_host:
             free_variables(error)  # the activations: the report below needs memory
         if self._restarts(shown):
             threading.Event().wait()  # for the watchdog's thread to replace the program
         self.stop.ignore()
-        line = f"❌ {shown}{self._rank_label}"
+        place = f" [rank {self.rank} on {socket.gethostname()}]" if self.ranks > 1 else ""
+        line = f"❌ {shown}{place}"
         self._exit_at_latest(shown.exit_code, line)
         try:
             own = f"{self.rank} {threading.get_ident()} {shown}"
@@ -235,24 +231,15 @@ class FailureMonitor:
             timer.daemon = True
             timer.start()
 
-    @property
-    def _rank_label(self) -> str:
-        place = f" [rank {self.rank} on {socket.gethostname()}]"
-        return place if self.ranks > 1 else ""
-
     # ------------------------------------------------------------------------- the first failure
 
     def _record(self, shown: UserError) -> bool:
         """Write the error to results.json; return False if another rank has recorded one."""
-        failed = ""
-        for _ in range(2):
-            try:
-                return self.record(shown)
-            except (MemoryError, OSError) as problem:
-                failed = repr(problem)
-                remove_temporary_folders()  # the disk may be full
-        console.write(f"ℹ️  results.json cannot be written: {failed}", sys.stderr)
-        return True
+        try:
+            return self.record(shown)
+        except (MemoryError, OSError) as problem:
+            console.write(f"ℹ️  results.json cannot be written: {problem!r}", sys.stderr)
+            return True
 
     def _agree_on_first(self, own: str) -> bool:
         """Write an error into the store; return whether it is the first, as without a store."""
@@ -292,7 +279,7 @@ class FailureMonitor:
         if helps and self._agree_on_first(f"{RESTART} of rank {self.rank}"):
             flags = [f"--{name} {value}" for name, value in self.restart.values.items()]
             again = f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
-            console.write(f"ℹ️  {shown} {again}{self._rank_label}")
+            console.write(f"ℹ️  {shown} {again} [rank {self.rank}]")
         return self._restarting or self._first_failure().startswith(RESTART)
 
     def _restart_if_agreed(self) -> None:
