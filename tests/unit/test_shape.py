@@ -1,7 +1,9 @@
 """The size of what a newcomer reads: the script, and the modules of a plain run."""
 
 import ast
+import itertools
 
+import pytest
 from syntax import imported_at_once
 
 from support import PROJECT
@@ -53,3 +55,53 @@ def test_a_plain_run_imports_few_modules():
             waiting += [parent] if parent.is_file() else []
     del found[SCRIPT]
     assert len(found) <= MODULES and sum(found.values()) <= LINES
+
+
+# Where a feature is done: the functions that a reader follows, each of which calls the next one.
+PATHS = {
+    "--save_every": [
+        "real_model_example.py:save_or_stop",
+        "support/report/run.py:save",
+        "support/checkpoints/manager.py:save",
+        "support/checkpoints/manager.py:_write",
+        "support/checkpoints/tensors.py:write_shards",
+    ],
+    "--packing": [
+        "real_model_example.py:train",
+        "real_model_example.py:open_dataset",
+        "support/data/batches.py:open_tokenized",
+        "support/data/batches.py:_open_dataset",
+        "support/data/batches.py:split_sequences",
+        "support/data/sequences.py:pack",
+    ],
+    "the loss": [
+        "real_model_example.py:train_epoch_ddp",
+        "support/report/run.py:log_step",
+        "support/report/run.py:flush",
+        "support/report/run.py:_log",
+        "support/report/metrics_file.py:append",
+    ],
+    "the configuration of zero2": [
+        "real_model_example.py:train",
+        "support/strategies/deepspeed.py:configure",
+        "support/strategies/deepspeed.py:_complete",
+        "support/cli/ds_config.py:complete_ds_config",
+    ],
+}
+MOST_FILES = {"--save_every": 4, "--packing": 5, "the loss": 3, "the configuration of zero2": 3}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_feature_is_in_few_files(path):
+    places = [place.split(":") for place in PATHS[path]]
+    assert len({file for file, _ in places}) <= MOST_FILES[path]
+    for (file, name), (_, following) in itertools.pairwise(places):
+        tree = ast.parse((PROJECT / file).read_text())
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
+        mentioned = {
+            node.id if isinstance(node, ast.Name) else node.attr
+            for function in functions
+            for node in ast.walk(function)
+            if isinstance(node, ast.Name | ast.Attribute)
+        }
+        assert following in mentioned, f"{file}:{name} does not call {following}"
