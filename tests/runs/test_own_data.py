@@ -253,36 +253,11 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     assert again.results["eval_loss"] == pytest.approx(all_of_it.results["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, text, said",
-    [
-        ("rows.csv", 'text\nfine\n"never closed\nand more\n', "rows.csv cannot be read"),
-        ("chat.jsonl", json.dumps(chat(CHATS[0])), "chat template cannot be read"),
-    ],
-)
-def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, name, text, said):
-    """Whatever --max_bad_rows says. And the folder of a run that never began may be used again."""
-    (tmp_path / name).write_text(text)
+def test_a_broken_chat_template_ends_the_run_and_gives_its_folder_back(script, llama, tmp_path):
+    """Whatever --max_bad_rows says. The folder of a run that never began may be used again."""
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m }")
+    work = ["--model", llama, "--dataset", as_lines(tmp_path / "chat.jsonl", [chat(CHATS[0])])]
+    work += ["--chat_template", tmp_path / "broken.jinja", "--output_dir", tmp_path / "out"]
     for _ in range(2):
-        run = script(
-            *("--model", llama, "--dataset", tmp_path / name),
-            *"--max_bad_rows 9 --seq_length 16 --chat_template".split(),
-            tmp_path / "broken.jinja",
-            *("--output_dir", tmp_path / "out"),
-            ok=False,
-        )
-        assert run.code == 2 and said in run.error
-
-
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("--validation_file", "no/such.txt"),
-        ("--chat_template", "no/such.jinja"),
-        ("--train_split", "test"),
-    ],
-)
-def test_wrong_arguments(script, flag, value):
-    run = script(flag, value, ok=False)
-    assert run.code == 2 and (value in run.error or flag in run.error)
+        run = script(*work, "--max_bad_rows", "9", "--seq_length", "16", ok=False)
+        assert run.code == 2 and "chat template cannot be read" in run.error
