@@ -39,7 +39,9 @@ def items(path):
     """What a file or folder holds: its texts, and its bad rows (also that it cannot be read)."""
     texts, bad = [], []
     try:
-        for _, row in open_source(str(path), parse_arguments([]), RowOptions()).splits["train"](None):
+        for _, row in open_source(str(path), parse_arguments([]), RowOptions()).splits["train"](
+            None
+        ):
             if isinstance(row, Row):
                 texts.append("".join(row.pieces))
             else:
