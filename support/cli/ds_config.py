@@ -90,7 +90,12 @@ def check_with_deepspeed(args: Arguments) -> None:
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config, file = _without_auto(args.ds_config_dict), shown(args.ds_config)
+
+    def without_auto(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in pairs if value != AUTO}
+
+    file, text = shown(args.ds_config), json.dumps(args.ds_config_dict)
+    config = json.loads(text, object_pairs_hook=without_auto)
     # DeepSpeed ignores a misspelled name in the outermost object, and checks those in sections.
     known = {value for value in vars(constants).values() if isinstance(value, str)}
     for key in config.keys() - known:
@@ -105,15 +110,6 @@ def check_with_deepspeed(args: Arguments) -> None:
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc']))} {shown(first['input'])}: {first['msg']}"
         raise UserError(f"{file}: {problem}.") from error
-
-
-def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy without the values that are "auto"."""
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if value != AUTO
-    }
 
 
 def lookup(config: dict[str, Any], key: str) -> Any:

@@ -149,13 +149,10 @@ def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
         *STILL[:-2],
     )
     rows = []
-    for prompt, completion in PAIRS:
-        before, after = (
-            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion)
-        )
-        rows.append(
-            (before + after + [tokenizer.eos_token_id], [0] * len(before) + [1] * (len(after) + 1))
-        )
+    for pair in PAIRS:
+        before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair)
+        mask = [0] * len(before) + [1] * (len(after) + 1)
+        rows.append((before + after + [tokenizer.eos_token_id], mask))
     assert run.losses[0] == pytest.approx(loss_of(llama, rows), rel=1e-4)
 
 
@@ -165,15 +162,10 @@ def test_rows_as_other_programs_write_them(script, llama, tmp_path):
     system = {"role": "system", "content": "Be short."}
     [prompt, completion] = chat(said)["messages"]
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]
+    turns = [("system", "Be short."), ("human", "the fox?"), ("gpt", "over the dog")]
     rows = [
         {"instruction": "the fox?", "input": "", "output": "over the dog", "system": "Be short."},
-        {
-            "conversations": [
-                {"from": "system", "value": "Be short."},
-                {"from": "human", "value": "the fox?"},
-                {"from": "gpt", "value": "over the dog"},
-            ]
-        },
+        {"conversations": [{"from": role, "value": text} for role, text in turns]},
         {"prompt": [system, prompt], "completion": [completion]},
         {"messages": [system, {"role": "user", "content": parts}, completion]},
     ]
