@@ -101,14 +101,12 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
-def file_or_switch(text: str) -> str | bool:
-    """Check the value of --deepspeed: a path, or true and false."""
-    return {"true": True, "false": False}.get(text.lower(), name(text))
+def path_or_switch(on: Any, off: Any) -> Callable[[str], Any]:
+    """Return a type for a path, or true and false, which become `on` and `off`."""
+    return lambda text: {"true": on, "false": off}.get(text.lower(), name(text))
 
 
-def checkpoint(text: str) -> str | None:
-    """Check the value of --resume: a path, true ("") or false (None), as Trainer takes them."""
-    return {"true": "", "false": None}.get(text.lower(), name(text))
+file_or_switch, checkpoint = path_or_switch(True, False), path_or_switch("", None)
 
 
 def tags(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from support import VERSION
@@ -69,10 +69,7 @@ def described_flags() -> dict[str, dict[str, str]]:
 GROUPS = described_flags()
 _DESCRIBED = {name for texts in GROUPS.values() for name in texts}
 FLAGS = {field.name: field for field in fields(Arguments) if field.name in _DESCRIBED}
-DEFAULTS: dict[str, Any] = {
-    name: field.default if field.default_factory is MISSING else field.default_factory()
-    for name, field in FLAGS.items()
-}
+DEFAULTS: dict[str, Any] = {name: getattr(Arguments(), name) for name in FLAGS}
 
 
 class SetFlag(argparse.Action):

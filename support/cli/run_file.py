@@ -15,14 +15,11 @@ from support.errors import UserError
 from support.files.user_files import printable, read_yaml, shown
 
 SECTIONS = ("training", "distributed")
-# Fields of `Arguments` that --print_config leaves out.
-NOT_SHOWN = frozenset(
-    """
-    config print_config check prefetch show_sample prove local_rank given sources mixture
-    ds_config_dict hub_offline hub_problem fsdp bf16 fp16 use_peft do_train do_eval eval_strategy
-    save_strategy deepspeed
+# Flags that --print_config leaves out: they are no settings, or have set another flag.
+NOT_SHOWN = """
+    config print_config check prefetch show_sample prove local_rank fsdp bf16 fp16 use_peft do_train
+    do_eval eval_strategy save_strategy deepspeed
     """.split()
-)
 
 
 def read_run_file(path: str, parser: Parser) -> list[str]:
@@ -57,9 +54,10 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
 def settings_of(args: Arguments) -> dict:
     """Return the resolved flags by name, without those that are off or unset."""
     settings = {}
-    for name, value in vars(args).items():
+    for name in (name for name in DEFAULTS if name not in NOT_SHOWN):
+        value = getattr(args, name)
         is_off = value is None or value is False or value == []
-        if name not in NOT_SHOWN and (not is_off or DEFAULTS[name] is True):
+        if not is_off or DEFAULTS[name] is True:
             settings[name] = value
     if args.fsdp.words:
         settings["fsdp"] = args.fsdp.words

@@ -21,7 +21,7 @@ from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -314,13 +314,7 @@ def rows_of_file(file: Path, options: RowOptions) -> Iterator[Row | BadRow]:
         with reading(file):
             yield from (read_row(row, place, options) for row, place in read(file, options))
         return
-    pieces = _pieces_of(file)
-    try:
-        pieces = chain([next(pieces, "")], pieces)
-    except UserError as error:
-        yield BadRow(str(error))
-    else:
-        yield Row(str(file), format="text files", pieces=pieces, is_file=True)
+    yield Row(str(file), format="text files", pieces=_pieces_of(file), is_file=True)
 
 
 def _open_text(file: Path, errors: str = "surrogateescape", newline: str | None = None) -> TextIO:

@@ -24,16 +24,9 @@ from tokenizers import (
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHINESE = "\u4eba\u5de5\u667a\u80fd\u662f\u8ba1\u7b97\u673a\u79d1\u5b66\u7684\u4e00\u4e2a\u5206\u652f\uff0c\u6a21\u578b\u3002"
-EMOJI = (
-    "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd \u2764\ufe0f".split(
-        " "
-    )
-)
-MARKS = (
-    "e\u0301 \u0301 \u0327 a\u0323\u0307 \u1100\u1161\u11a8 \ufb01 \u00e9 \u0930\u094d\u0915".split(
-        " "
-    )
-)
+EMOJI = "\U0001f600 \U0001f468\u200d\U0001f469 \U0001f44d\U0001f3fd \u2764\ufe0f".split()
+MARKS = "e\u0301 \u0301 \u0327 a\u0323\u0307 \u1100\u1161\u11a8 \ufb01 \u00e9".split()
+MARKS.append("\u0930\u094d\u0915")
 SPECIAL = ["<|end|>", "<mask>", "<|user|>"]
 ALPHABET = [
     *"abcTHe tnio.,'\"-_=()0123456789\n\n\t",
@@ -64,8 +57,8 @@ def _bpe(pre_tokenizer, normalizer=None, byte_level=True, **options) -> Tokenize
     return tokenizer
 
 
-def _byte_level(add_prefix_space=False, use_regex=False):
-    return pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=use_regex)
+def _byte_level(use_regex=False):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
 def _split(pattern: str):
@@ -128,17 +121,9 @@ def _unigram(normalizer, pre_tokenizer) -> Tokenizer:
 
 
 def xlnet() -> Tokenizer:
-    steps = [
-        normalizers.Replace("``", '"'),
-        normalizers.Replace("''", '"'),
-        normalizers.NFKD(),
-        normalizers.StripAccents(),
-    ]
-    steps += [
-        normalizers.Lowercase(),
-        normalizers.Replace(Regex(" {2,}"), " "),
-        normalizers.Strip(),
-    ]
+    steps = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+    steps += [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     )
@@ -171,13 +156,8 @@ def _tokenizer_of(kind: str):
         [AddedToken("<mask>", lstrip=True), AddedToken("<|user|>", rstrip=True)],
         special_tokens=True,
     )
-    tokenizer.add_tokens(
-        [
-            AddedToken("aaa"),
-            AddedToken("of the", normalized=True),
-            AddedToken("nd", single_word=True),
-        ]
-    )
+    added = [AddedToken("aaa"), AddedToken("of the", normalized=True)]
+    tokenizer.add_tokens([*added, AddedToken("nd", single_word=True)])
     return tokenizer
 
 
@@ -187,8 +167,7 @@ def random_text(seed: int, length: int) -> str:
     """
     draw, text = random.Random(seed), ""
     while len(text) < length:
-        symbols = (
-            ALPHABET if draw.random() < 0.5 else draw.choices(ALPHABET, k=draw.choice([1, 2, 3]))
-        )
+        few = draw.choices(ALPHABET, k=draw.choice([1, 2, 3]))
+        symbols = ALPHABET if draw.random() < 0.5 else few
         text += "".join(draw.choices(symbols, k=draw.choice([1, 5, 40, 200])))
     return text[:length]

@@ -18,7 +18,7 @@ from streams import tokenized
 
 from support.cli.parse import parse_arguments
 from support.data.chat import Encoder
-from support.data.rows import BadRow, Row, RowOptions, open_source
+from support.data.rows import Row, RowOptions, open_source
 from support.data.tokenize import encode_example
 from support.errors import UserError
 from support.files.cache import META, Cache
@@ -37,14 +37,18 @@ def tokenizer(tiny_tokenizer):
 
 def items(path):
     """What a file or folder holds: its texts, and its bad rows (also that it cannot be read)."""
-    rows = []
+    texts, bad = [], []
     try:
-        source = open_source(str(path), parse_arguments([]), RowOptions())
-        rows += (content for _, content in source.splits["train"](None))
+        for _, row in open_source(str(path), parse_arguments([]), RowOptions()).splits["train"](
+            None
+        ):
+            if isinstance(row, Row):
+                texts.append("".join(row.pieces))
+            else:
+                bad.append(str(row))
     except UserError as error:
-        rows.append(BadRow(str(error)))
-    texts = ["".join(row.pieces) for row in rows if isinstance(row, Row)]
-    return texts, [str(row) for row in rows if isinstance(row, BadRow)]
+        bad.append(str(error))
+    return texts, bad
 
 
 # ---------------------------------------------------------------------------------- the token cache
@@ -206,6 +210,9 @@ def test_pipes_links_and_hidden_or_empty_files_in_a_folder(tmp_path):
     assert items(tmp_path)[0] == [TEXT]
     with pytest.raises(UserError, match="pipe or a device"):
         files_of(tmp_path / "pipe.txt", "--dataset x")
+    (tmp_path / "sub" / "a.txt").unlink()
+    with pytest.raises(UserError, match="has no files"):
+        files_of(tmp_path / "sub", "--dataset x")
 
 
 def test_a_file_of_another_type_in_a_folder_of_texts(tokenizer, tmp_path):

@@ -4,6 +4,7 @@ says what to do.
 
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -33,12 +34,16 @@ def test_one_line_on_two_ranks_and_none_left(refused):
     assert descendants_of_test() == []
 
 
-def test_seq_length_above_the_models_positions(refused):
-    assert "512 positions" in refused("--seq_length", "513")
-
-
-def test_fp16_on_a_cpu(refused):
-    assert "fp16 needs a GPU" in refused("--precision", "fp16")
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--seq_length 513", "512 positions"),
+        ("--precision fp16", "fp16 needs a GPU"),
+        ("--strategy infinity --nvme_path /no/such/disk", "no such folder"),
+    ],
+)
+def test_flags_that_do_not_fit_the_model_or_the_machine(refused, flags, said):
+    assert said in refused(*flags.split())
 
 
 def test_fewer_gpus_than_ranks(script):
@@ -57,13 +62,6 @@ def test_folder_that_is_no_model(refused, llama, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((llama / name).read_bytes())
     assert "no tokenizer" in refused("--model", tmp_path, "--dataset", "pydocs")
-
-
-def test_nothing_to_evaluate_on(refused, tmp_path):
-    (tmp_path / "tiny.txt").write_text("the function returns the value of the object")
-    assert "nothing to evaluate on" in refused(
-        "--eval_only", "--dataset", tmp_path / "tiny.txt", "--seq_length", "8"
-    )
 
 
 def test_model_without_weights(refused, llama, tmp_path):
@@ -133,32 +131,14 @@ def test_gated_model(refused):
 @pytest.mark.parametrize(
     "name, content, said",
     [
-        ("empty.txt", b"", "is empty"),
-        ("latin.txt", "caf\u00e9 ".encode("latin-1") * 2000, "not UTF-8"),
+        ("empty.txt", b"", "empty.txt is empty"),
         ("short.txt", b"a few words", "less than one sequence"),
-        ("rows.jsonl", b'{"body": "x"}\n', "body"),
-        ("broken.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
-        ("broken.json", b'[{"text": "x"},\n oops]', "line 2 column 2"),
-        ("no.parquet", b"PAR0", "no.parquet cannot be read"),
+        ("rows.jsonl", b'{"text": "x"}\n{"body": "x"}\n', "rows.jsonl, line 2: no .*, but body"),
     ],
 )
 def test_data_that_cannot_be_used(refused, tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
-    error = refused("--dataset", tmp_path / name)
-    assert said in error
-    assert name in error or said == "less than one sequence"
-
-
-def test_missing_data(refused, tmp_path):
-    assert "no such file" in refused("--dataset", tmp_path / "nothing.txt")
-    assert "has no files" in refused("--dataset", tmp_path)
-
-
-def test_more_samples_than_there_are_uses_all(script, tmp_path, text_file):
-    run = script(
-        "--dataset", text_file, "--num_samples", "1000000", "--max_steps", "1", "--no_eval"
-    )
-    assert f"✅ Dataset ready: {run.results['dataset']['blocks']:,} samples" in run.out
+    assert re.search(said, refused("--dataset", tmp_path / name))
 
 
 def test_deepspeed_file_that_is_wrong(refused, tmp_path):
@@ -169,10 +149,6 @@ def test_deepspeed_file_that_is_wrong(refused, tmp_path):
     error = refused(*flags)
     assert "mine.json" in error and "did you mean gradient_accumulation_steps" in error
     assert not (tmp_path / "out").exists()
-
-
-def test_nvme_path_that_is_missing(refused):
-    assert "no such folder" in refused("--strategy", "infinity", "--nvme_path", "/no/such/disk")
 
 
 def test_nvme_path_that_is_too_small(refused, tmp_path):
@@ -190,14 +166,14 @@ def test_nvme_path_that_is_too_small(refused, tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
+def test_missing_libaio(refused, without_libaio):
+    assert "libaio-dev" in refused("--strategy", "infinity", env=without_libaio)
+
+
 def test_missing_compiler(refused, tmp_path):
     path = path_without(tmp_path, "c++", "g++", "clang++", "x86_64-linux-gnu-g++")
     env = {"PATH": path, "CXX": "c++", "TORCH_EXTENSIONS_DIR": tmp_path / "new"}
     assert "build-essential" in refused("--strategy", "offload", env=env)
-
-
-def test_missing_libaio(refused, without_libaio):
-    assert "libaio-dev" in refused("--strategy", "infinity", env=without_libaio)
 
 
 def test_output_dir_that_holds_another_run(refused, script):

@@ -15,10 +15,11 @@ TEXTS = ["the quick brown fox " * 40, "jumps over \n\nthe lazy dog " * 50, "ané
 def write(folder, kind):
     """The same three documents in each format."""
     path = folder / f"corpus.{kind}"
+    rows = [{"body": text} for text in TEXTS]
     if kind == "jsonl":
-        path.write_text("\n\n".join(json.dumps({"body": text}) for text in TEXTS))
+        path.write_text("\n\n".join(map(json.dumps, rows)))
     elif kind == "json":
-        path.write_text(json.dumps([{"body": text} for text in TEXTS]))
+        path.write_text(json.dumps(rows))
     elif kind == "csv":
         with open(path, "w", newline="") as file:
             csv.writer(file).writerows([["id", "body"], *enumerate(TEXTS)])

@@ -9,10 +9,8 @@ import pytest
 from local_hub import ARTICLES, GPT2, WIKITEXT, rows_of
 from transformers import AutoTokenizer
 
-GUIDE = [
-    *"--model gpt2 --strategy dp --batch_size 4 --epochs 1 --num_samples 20 --seq_length".split(),
-    *"64".split(),
-]
+GUIDE = "--model gpt2 --strategy dp --batch_size 4 --epochs 1 --num_samples 20".split()
+GUIDE += ["--seq_length", "64"]
 
 
 @pytest.fixture

@@ -38,18 +38,3 @@ def test_the_same_losses_on_two_ranks_and_after_a_resume(script, llama, datasets
     work[work.index(datasets[0])] = datasets[0][:-1] + "4"
     other = script(*work, "--batch_size", "4", "--no_save", "--resume", checkpoint, ok=False)
     assert other.code == 2 and "another run" in other.error
-
-
-@pytest.mark.parametrize(
-    "names, said",
-    [
-        (["pydocs:1", "README.md"], "all or none have a weight"),
-        (
-            ["README.md", "CONTRIBUTING.md", "--streaming", "--max_steps", "1"],
-            "reads one --dataset",
-        ),
-    ],
-)
-def test_datasets_that_cannot_be_mixed(script, names, said):
-    run = script("--dataset", *names, ok=False)
-    assert run.code == 2 and said in run.error

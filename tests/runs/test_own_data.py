@@ -149,13 +149,10 @@ def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
         *STILL[:-2],
     )
     rows = []
-    for prompt, completion in PAIRS:
-        before, after = (
-            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion)
-        )
-        rows.append(
-            (before + after + [tokenizer.eos_token_id], [0] * len(before) + [1] * (len(after) + 1))
-        )
+    for pair in PAIRS:
+        before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair)
+        mask = [0] * len(before) + [1] * (len(after) + 1)
+        rows.append((before + after + [tokenizer.eos_token_id], mask))
     assert run.losses[0] == pytest.approx(loss_of(llama, rows), rel=1e-4)
 
 
@@ -165,15 +162,10 @@ def test_rows_as_other_programs_write_them(script, llama, tmp_path):
     system = {"role": "system", "content": "Be short."}
     [prompt, completion] = chat(said)["messages"]
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]
+    turns = [("system", "Be short."), ("human", "the fox?"), ("gpt", "over the dog")]
     rows = [
         {"instruction": "the fox?", "input": "", "output": "over the dog", "system": "Be short."},
-        {
-            "conversations": [
-                {"from": "system", "value": "Be short."},
-                {"from": "human", "value": "the fox?"},
-                {"from": "gpt", "value": "over the dog"},
-            ]
-        },
+        {"conversations": [{"from": role, "value": text} for role, text in turns]},
         {"prompt": [system, prompt], "completion": [completion]},
         {"messages": [system, {"role": "user", "content": parts}, completion]},
     ]
@@ -253,36 +245,11 @@ def test_validation_file_and_split(script, text_file, tmp_path):
     assert again.results["eval_loss"] == pytest.approx(all_of_it.results["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, text, said",
-    [
-        ("rows.csv", 'text\nfine\n"never closed\nand more\n', "rows.csv cannot be read"),
-        ("chat.jsonl", json.dumps(chat(CHATS[0])), "chat template cannot be read"),
-    ],
-)
-def test_data_that_ends_the_run_gives_its_folder_back(script, llama, tmp_path, name, text, said):
-    """Whatever --max_bad_rows says. And the folder of a run that never began may be used again."""
-    (tmp_path / name).write_text(text)
+def test_a_broken_chat_template_ends_the_run_and_gives_its_folder_back(script, llama, tmp_path):
+    """Whatever --max_bad_rows says. The folder of a run that never began may be used again."""
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m }")
+    work = ["--model", llama, "--dataset", as_lines(tmp_path / "chat.jsonl", [chat(CHATS[0])])]
+    work += ["--chat_template", tmp_path / "broken.jinja", "--output_dir", tmp_path / "out"]
     for _ in range(2):
-        run = script(
-            *("--model", llama, "--dataset", tmp_path / name),
-            *"--max_bad_rows 9 --seq_length 16 --chat_template".split(),
-            tmp_path / "broken.jinja",
-            *("--output_dir", tmp_path / "out"),
-            ok=False,
-        )
-        assert run.code == 2 and said in run.error
-
-
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("--validation_file", "no/such.txt"),
-        ("--chat_template", "no/such.jinja"),
-        ("--train_split", "test"),
-    ],
-)
-def test_wrong_arguments(script, flag, value):
-    run = script(flag, value, ok=False)
-    assert run.code == 2 and (value in run.error or flag in run.error)
+        run = script(*work, "--max_bad_rows", "9", "--seq_length", "16", ok=False)
+        assert run.code == 2 and "chat template cannot be read" in run.error

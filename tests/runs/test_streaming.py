@@ -16,10 +16,8 @@ from support.data import tokenize
 from support.data.rows import Row, join_articles
 from support.errors import UserError
 
-WORK = [
-    *"--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split(),
-    *"--no_eval".split(),
-]
+WORK = "--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split()
+WORK.append("--no_eval")
 TWO = {"launcher": "torchrun", "ranks": 2}
 CPU = torch.device("cpu")
 

@@ -9,10 +9,9 @@ from streams import tokenized
 from tokenizer_zoo import tokenizer_of
 
 from support.cli.parse import parse_arguments
-from support.data.batches import open_split
-from support.data.sequences import Padding
+from support.data.batches import check_validation, open_split
+from support.data.sequences import Padding, Sequences
 from support.errors import UserError
-from support.files.cache import Cache
 from support.files.user_files import files_of
 from support.units import IGNORED
 
@@ -49,11 +48,9 @@ def test_the_plain_template_without_an_end_of_text_token(tmp_path):
     assert "".join(tokenizer.convert_ids_to_tokens(learned)) == "dog"
 
 
-def test_a_place_where_no_cache_can_be(tmp_path):
-    (tmp_path / "file").write_text("x")
-    for place in (tmp_path / "file", tmp_path / ("x" * 300)):
-        with pytest.raises(UserError, match=r"cannot be written.*use --cache_dir"):
-            Cache(place).get("name", lambda folder: {})
+def test_nothing_to_evaluate_on():
+    with pytest.raises(UserError, match=r"nothing to evaluate on.*--eval_only"):
+        check_validation(Sequences.none(Padding(8, 8)), parse_arguments(["--eval_only"]))
 
 
 # patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT
@@ -73,17 +70,3 @@ def test_include_chooses_files(tmp_path):
         assert [str(file.relative_to(tmp_path)) for file in found] == chosen
     with pytest.raises(UserError, match=r"--include \*.csv.* 3 .txt"):
         files_of(tmp_path, "x", "*.csv")
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--validation_split 0.2 --validation_file README.md", "--validation_file"),
-        ("--streaming", "--max_steps"),
-        ("--streaming --max_steps 3", "pydocs"),
-        ("--text_column a --prompt_column b", "--prompt_column"),
-    ],
-)
-def test_wrong_flags_of_the_data(flags, said):
-    with pytest.raises(UserError, match=said):
-        parse_arguments(flags.split())

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from support.cli.arguments import Dataset
-from support.cli.parse import parse_arguments, parse_datasets
-from support.cli.run_file import as_yaml
+from support.cli.parse import parse_datasets
 from support.data.sequences import Padding, Sequences, mix, shares_of
 from support.errors import UserError
 from support.units import IGNORED
@@ -60,6 +59,7 @@ def test_without_weights_an_epoch_has_everything_once(tmp_path):
     everything = [*range(1000, 1003), *range(3000, 3005)]
     assert sorted(names(mixture, mixture.epoch_order(0, 3))) == everything
     assert names(mixture, np.arange(8)) == everything
+    assert mixture.take(99) is mixture  # --num_samples above what there is uses all
     fewer = mixture.take(4)
     assert fewer.num_sequences == 4 and names(fewer, np.arange(4)) == [1000, 1001, 3000, 3001]
 
@@ -94,17 +94,3 @@ def test_names_and_weights(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=said):
             parse_datasets(wrong)
-
-
-def test_datasets_in_a_run_file(tmp_path):
-    (tmp_path / "run.yaml").write_text("dataset: [a.txt:0.7, pydocs:.3]")
-    args = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--max_steps", "1"])
-    assert args.mixture == (Dataset("a.txt", "0.7"), Dataset("pydocs", ".3"))
-    (tmp_path / "again.yaml").write_text(as_yaml(args))
-    again = parse_arguments(["--config", str(tmp_path / "again.yaml")])
-    assert (again.dataset, again.mixture) == (args.dataset, args.mixture)
-    other = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--dataset", "b.txt"])
-    assert other.dataset == "b.txt" and not other.mixture
-    (tmp_path / "run.yaml").write_text("dataset: [a.txt, --lr=9]")
-    with pytest.raises(UserError, match="dataset cannot be"):
-        parse_arguments(["--config", str(tmp_path / "run.yaml")])

@@ -54,6 +54,7 @@ def test_run_file(read, text, values):
         ("bf16: true", ["--precision", "fp32"], {"precision": "fp32"}),
         (f"deepspeed: {STAGE3}", ["--strategy=dp"], {"strategy": "dp"}),
         ("no_eval: true", ["--eval"], {"eval": True}),
+        ("dataset: [a:1, b:2]", ["--dataset", "c"], {"dataset": "c", "mixture": ()}),
     ],
 )
 def test_the_command_line_overrides_the_file(read, text, flags, values):
@@ -73,6 +74,7 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
         ("lr: {a: 1}", "lr cannot have nested"),
         ("model: a: [", "line 1"),
         ("hello", "key: value"),
+        ("dataset: [a.txt, --lr=9]", "dataset cannot be"),
     ],
 )
 def test_run_file_that_is_refused(read, text, says):

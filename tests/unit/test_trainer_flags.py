@@ -8,6 +8,7 @@ from conftest import PROJECT
 
 from real_model_example import create_optimizer, learning_rate, parameter_groups
 from support.cli.arguments import FsdpOptions
+from support.cli.checks import check_data_paths
 from support.cli.flags import FLAGS, IGNORED, RENAMED, build_parser
 from support.cli.parse import ignored_flags, parse_arguments
 from support.errors import UserError
@@ -53,6 +54,21 @@ def test_what_a_flag_sets(flags, values):
 
 
 @pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--validation_file", "no/such.txt"], "no/such.txt: no such file"),
+        (["--dataset", "no/such.txt"], "no/such.txt: no such file"),
+        (["--chat_template", "no/such.jinja"], "no/such.jinja cannot be read"),
+        (["--train_split", "test"], "--train_split is for datasets of the hub"),
+        (["--include", "*.txt"], "for a folder of data"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused(flags, says):
+    with pytest.raises(UserError, match=says):
+        check_data_paths(parse_arguments(flags))
+
+
+@pytest.mark.parametrize(
     "flags, message",
     [
         (["--learning_rat", "2"], "did you mean --learning_rate"),
@@ -75,6 +91,9 @@ def test_what_a_flag_sets(flags, values):
         (["--export_dtype", "bf16", "--no_export"], "--no_export and --export_dtype cannot both"),
         (["--use_peft"], "--use_peft needs --lora_r"),
         (["--streaming", "--max_steps", "2"], "not pydocs"),
+        (["--streaming"], "--streaming needs --max_steps"),
+        (["--streaming", "--max_steps", "2", "--dataset", "a", "b"], "reads one --dataset"),
+        (["--text_column", "a", "--prompt_column", "b"], "--prompt_column cannot both"),
         (["--resume"], "--resume needs --output_dir"),
     ],
 )
