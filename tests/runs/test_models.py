@@ -6,7 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import FAULT, STRATEGIES, assert_close
+from one_rank import one_rank
+
+from support.cli.parse import parse_arguments
+from support.model.resolve import find_model
 
 WORK = (
     "--seq_length 64 --num_samples 12 --batch_size 2 --precision fp32 --dropout 0 --no_eval"
@@ -59,6 +64,15 @@ def test_compile_compiles_and_changes_no_loss(script, tmp_path):
     compiled = script(*WORK, "--compile", env={"TORCHINDUCTOR_CACHE_DIR": tmp_path})
     assert list(tmp_path.rglob("*.cpp"))  # the generated code
     assert_close(compiled.losses, script(*WORK).losses, 1e-4)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+def test_dropout_reaches_the_model(llama, probability):
+    with one_rank() as ctx:
+        args = parse_arguments(["--model", str(llama), "--dropout", str(probability)])
+        model = find_model(args, ctx).load(ctx).train()
+    first, second = (model(input_ids=torch.arange(9)[None]).logits for _ in range(2))
+    assert torch.equal(first, second) == (probability == 0)
 
 
 def test_deterministic_runs_are_equal_bit_for_bit(script):

@@ -148,6 +148,35 @@ def test_swap_buffers_are_released_after_an_error(ctx, write):
     assert wrapper.calls == ["_optimizer_states_and_gradient_swap_in", "_release_swap_buffers"]
 
 
+class KeptWhole:
+    """A parameter that every rank of ZeRO-3 keeps whole; as in DeepSpeed, only one that is
+    partitioned is gathered again.
+    """
+
+    def __init__(self, master):
+        self.master, self.whole = master, master.detach().clone()
+
+    def partition(self, parameters):
+        for parameter in parameters:
+            parameter.whole = None
+
+    def all_gather(self, parameters):
+        for parameter in parameters:
+            if parameter.whole is None:
+                parameter.whole = parameter.master.detach().clone()
+
+
+def test_parameters_that_zero3_keeps_whole_are_gathered_again_after_a_load(ctx):
+    wrapper = Stage3()
+    [master] = wrapper.fp32_partitioned_groups_flat
+    wrapper.persistent_parameters = [KeptWhole(master), KeptWhole(master)]
+    state = sharded_state(torch.nn.Module(), wrapper, CPU)
+    with state.open(state.shards[0], write=True) as tensors:
+        tensors["weight"].fill_(7.0)
+    state.finish_writing()
+    assert all(parameter.whole.tolist() == [7.0] * 4 for parameter in wrapper.persistent_parameters)
+
+
 def test_loss_scaler_of_pytorch():
     """fp16 needs a GPU; restoring the scaler's state does not."""
     weight = torch.nn.Parameter(torch.ones(1))

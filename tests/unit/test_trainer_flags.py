@@ -115,6 +115,14 @@ def test_adam_settings_reach_the_optimizer():
     assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-6
 
 
+def test_weight_decay_is_for_matrices_only():
+    args = parse_arguments(["--weight_decay", "0.5"])
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    decay = {p: g["weight_decay"] for g in parameter_groups(layers, args) for p in g["params"]}
+    found = {name: decay[parameter] for name, parameter in layers.named_parameters()}
+    assert found == {"0.weight": 0.5, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}
+
+
 def test_warmup_ratio_is_a_share_of_all_steps():
     def rates(*flags):
         return [learning_rate(step, 25, parse_arguments([*flags])) for step in range(25)]

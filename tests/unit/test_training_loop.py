@@ -1,0 +1,90 @@
+"""One step of the two training loops: what the loss is scaled by, and which dropout is drawn."""
+
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from one_rank import one_rank
+
+import real_model_example as program
+from support.cli.parse import parse_arguments
+from support.data.batches import StepBatch
+from support.train_state import TrainingObjects, TrainState
+
+
+@pytest.fixture
+def ctx():
+    with one_rank() as context:
+        yield context
+
+
+class Engine(torch.nn.Linear):
+    """What train_epoch_deepspeed uses of DeepSpeed's engine."""
+
+    set_gradient_accumulation_boundary = step = get_global_grad_norm = MagicMock()
+
+    def backward(self, loss, scale_wrt_gas):
+        loss.backward()
+
+
+@pytest.fixture
+def one_step(ctx, monkeypatch):
+    """one_step() trains a layer on three micro-batches; it returns the weight, the gradients of the
+    micro-batches, the norm in metrics.jsonl, and the seed of each forward pass.
+    """
+    seeds = []
+
+    def loss(model, inputs, labels, tokens, positions):
+        seeds.append(torch.initial_seed())
+        return model(inputs.float()).square().sum() / tokens
+
+    monkeypatch.setattr(program, "next_token_loss", loss)
+
+    def run(precision="fp32", train_epoch=program.train_epoch_ddp, step=0):
+        torch.manual_seed(0)
+        model, gradients, run = Engine(4, 1), [], MagicMock()
+        model.weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler, flag = scaler_of(ctx, precision), torch.zeros((), dtype=torch.bool)
+        objects = TrainingObjects(model, optimizer, scaler, None, flag)
+        micro_batches = [(torch.full((2, 4), n + 1), torch.ones(2, 4), None) for n in range(3)]
+        state = TrainState(total_steps=9, num_sequences=99, global_batch=6, step=step)
+        run.manager.stop_requested.return_value = False
+        args = parse_arguments(["--max_grad_norm", "0.5"])
+        train_epoch(objects, [StepBatch(micro_batches, tokens=24)], state, run, args, ctx)
+        norm = run.log_step.call_args.args[2]
+        return model.weight.detach(), gradients, norm, seeds[-3:]
+
+    return run
+
+
+def scaler_of(ctx, precision: str) -> torch.amp.GradScaler:
+    """The scaler of a dp run in this precision."""
+    ctx.precision = precision
+    args = parse_arguments(["--eval_only"])  # without a wrapper and an optimizer
+    scaler = program.wrap(torch.nn.Linear(1, 1), None, args, ctx).scaler
+    ctx.precision = "fp32"  # fp16 needs a GPU; scaling does not
+    return scaler
+
+
+def test_fp16_scales_the_loss_and_not_the_update(one_step):
+    weight, gradients, norm, _ = one_step("fp32")
+    assert norm > 0.5  # clipped, so the norm of scaled gradients would change the update
+    scaled_weight, scaled, scaled_norm, _ = one_step("fp16")
+    for gradient, large in zip(gradients, scaled, strict=True):
+        assert torch.equal(large, gradient * 2.0**16)
+    assert torch.equal(scaled_weight, weight) and scaled_norm == norm
+    assert torch.equal(one_step("bf16")[1][0], gradients[0])
+
+
+@pytest.mark.parametrize(
+    "train_epoch",
+    [program.train_epoch_ddp, program.train_epoch_deepspeed],
+    ids=["ddp", "deepspeed"],
+)
+def test_each_step_micro_batch_and_rank_draws_its_own_dropout(ctx, one_step, train_epoch):
+    *_, seeds = one_step(train_epoch=train_epoch)
+    *_, of_next_step = one_step(train_epoch=train_epoch, step=1)
+    ctx.rank = 1
+    *_, of_rank_1 = one_step(train_epoch=train_epoch)
+    assert len({*seeds, *of_next_step, *of_rank_1}) == 9
