@@ -75,10 +75,9 @@ def check(args: Arguments, ctx: DistContext) -> int:
     _print([*communication, *others], ctx)
     lines = ctx.broadcast_from_rank0([*own_lines, *communication, *others])
     problems = sum(line.status == PROBLEM for line in lines)
-    verdict = f"{problems} to solve first" if problems else "it can run"
     ranks = f"{ctx.world_size} {'GPU' if ctx.device.type == 'cuda' else 'CPU rank'}"
     ranks += "s" * (ctx.world_size > 1)
-    mark = PROBLEM if problems else OK
+    mark, verdict = (PROBLEM, f"{problems} to solve first") if problems else (OK, "it can run")
     _print([f"{mark} --strategy {args.strategy} on {ranks}: {verdict}"], ctx)
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
@@ -90,17 +89,13 @@ def _print(lines: Iterable[Line | str], ctx: DistContext) -> None:
 
 def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
     """Return the results of other ranks that are not ok, once per host."""
-    found = {
-        (host, line): rank  # the lowest rank of the host
-        for rank, (host, lines) in reversed(list(enumerate(ranks)))
-        for line in lines
-        if line.status != OK
-    }
-    return [
-        line._replace(text=f"{host}, rank {rank}: {line.text}")
-        for (host, line), rank in found.items()
-        if rank > 0
-    ]
+    seen, found = set(), []
+    for rank, (host, lines) in enumerate(ranks):
+        for line in lines:
+            if rank > 0 and line.status != OK and (host, line) not in seen:
+                found.append(line._replace(text=f"{host}, rank {rank}: {line.text}"))
+            seen.add((host, line))
+    return found
 
 
 # ------------------------------------------------------------------------------------- this machine
@@ -190,17 +185,17 @@ def _disk(args: Arguments, ctx: DistContext) -> Line | None:
         checks.check_export_folder(args)
     except UserError as error:
         return Line(PROBLEM, "output", str(error))
-    folders, free = (Path(args.output_dir or "runs"), cache_folder(args.cache_dir)), []
-    for folder in folders:
+    free = {}
+    for folder in (Path(args.output_dir or "runs"), cache_folder(args.cache_dir)):
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
-        free.append(shutil.disk_usage(existing).free)
-    text = "; ".join(f"{f} {size / GB:.1f} GB free" for f, size in zip(folders, free, strict=True))
+        free[folder] = shutil.disk_usage(existing).free
+    text = "; ".join(f"{folder} {size / GB:.1f} GB free" for folder, size in free.items())
     remedy = (
         "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
         "or name other folders with --output_dir and --cache_dir"
     )
-    status = PROBLEM if min(free) < 50 * MB else WARNING
-    return _line(min(free) >= GB, "disk", text, remedy, status)
+    least = min(free.values())
+    return _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
 
 
 def _limits(args: Arguments, ctx: DistContext) -> Line | None:
@@ -242,10 +237,7 @@ def _hub(args: Arguments, ctx: DistContext) -> Line | None:
 
 
 def _communication(ctx: DistContext) -> Line:
-    """Measure collectives among the ranks: bandwidth with 64 and 1 MiB, latency with 8 bytes.
-
-    `scripts/plan_memory.py --bandwidth` takes the rate of the all-reduce.
-    """
+    """Measure collectives among the ranks: bandwidth with 64 and 1 MiB, latency with 8 bytes."""
     if ctx.world_size == 1:
         return Line(OK, "communication", f"{ctx.backend}; a single process")
     latency = _seconds_of(dist.all_reduce, ctx, torch.ones(2, device=ctx.device))
@@ -271,13 +263,12 @@ def _bandwidth(ctx: DistContext, message: int) -> dict[str, float]:
     ranks = ctx.world_size
     part = torch.ones(max(1, message // 4 // ranks), device=ctx.device)  # elements of 4 bytes
     whole = part.repeat(ranks)
-    seconds = {
-        "all-reduce": _seconds_of(dist.all_reduce, ctx, whole) / 2,
-        "all-gather": _seconds_of(dist.all_gather_into_tensor, ctx, whole, part),
-        "reduce-scatter": _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole),
-    }
     sent = (ranks - 1) / ranks * whole.nbytes
-    return {kind: sent / each for kind, each in seconds.items()}
+    return {
+        "all-reduce": 2 * sent / _seconds_of(dist.all_reduce, ctx, whole),
+        "all-gather": sent / _seconds_of(dist.all_gather_into_tensor, ctx, whole, part),
+        "reduce-scatter": sent / _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole),
+    }
 
 
 def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) -> float:

@@ -23,18 +23,15 @@ from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
 from support.tables import STRATEGIES
 
-# In TF32, bf16 and fp16 the losses of a single step may differ by percents, where an unusual
-# sequence makes the loss jump. If a strategy trains another model, the difference lasts. So in
-# these precisions a difference is the median over this many steps.
-LASTING_STEPS = 5
 # By precision: the largest relative difference between losses that rounding explains, and the
-# number of steps of which it is the median. docs/COMPARISON.md lists the measurements; TF32 and
-# fp16 were not measured.
+# number of steps of which it is the median. In TF32, bf16 and fp16 the losses of a single step may
+# differ by percents where an unusual sequence makes the loss jump; if a strategy trains another
+# model, the difference lasts. docs/COMPARISON.md lists the measurements.
 TOLERANCES = {
     "fp32": (1e-4, 1),
-    "tf32": (1e-3, LASTING_STEPS),  # fp32 matrices on a GPU: 10 bits of each factor's mantissa
-    "bf16": (5e-3, LASTING_STEPS),
-    "fp16": (5e-3, LASTING_STEPS),
+    "tf32": (1e-3, 5),  # fp32 matrices on a GPU: 10 bits of each factor's mantissa
+    "bf16": (5e-3, 5),
+    "fp16": (5e-3, 5),
 }
 # The control does the same work as the reference. If its speed differs by more than this share,
 # other load on the machine has changed the speeds.
@@ -46,11 +43,6 @@ STATES = ("parameters", "gradients", "optimizer")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 Losses = dict[tuple[int, int], float]  # the mean loss of the steps from the first to the last
-
-
-def tolerance_of(precision: str, on_gpu: bool) -> tuple[float, int]:
-    """Return the entry of TOLERANCES for two runs in this precision."""
-    return TOLERANCES["tf32" if precision == "fp32" and on_gpu else precision]
 
 
 # ------------------------------------------------------------------------------------------ one run
@@ -90,14 +82,13 @@ class RecordedRun:
         return self.place.is_file()
 
     def losses(self, key: str = "loss") -> Losses:
-        """Return the training losses, or with "eval_loss" those of evaluations."""
+        """Return the training losses, or with "eval_loss" those of evaluations; NaN for null."""
         found, first = {}, 1
         for record in self.records:
             if key in record:
                 step, loss = record["step"], record[key]
                 # Trainer's loss is the mean since its last record.
                 start = first if self.of_trainer and key == "loss" else step
-                # null: NaN and infinity have no other form in JSON.
                 found[start, step] = math.nan if loss is None else loss
                 first = step + 1
         return found
@@ -110,6 +101,13 @@ class RecordedRun:
     def steps(self) -> int:
         """Return the number of compared training steps."""
         return sum(p.last - p.first + 1 for p in self.points if p.of == "loss")
+
+    @property
+    def tolerance(self) -> tuple[float, int]:
+        """Return the entry of TOLERANCES for the precision of the run."""
+        precision = self.results.get("precision", "fp32")
+        is_tf32 = precision == "fp32" and self.results.get("device") == "cuda"
+        return TOLERANCES["tf32" if is_tf32 else precision]
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -128,11 +126,10 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def read_folder(path: Path) -> RecordedRun:
-    """Read the output folder of a run, which has failed if its files have no losses or numbers."""
-    records = []
+    """Read the output folder of a run, which has failed if its files have no numbers."""
+    run = RecordedRun(path, [], _read_json(path / "results.json"))
     with contextlib.suppress(OSError):
-        records, _ = read_metrics(path / "metrics.jsonl")
-    run = RecordedRun(path, records, _read_json(path / "results.json"))
+        run.records, _ = read_metrics(path / "metrics.jsonl")
     run.status, run.reason = _status(path, run.results)
     if run.status == "completed":
         try:
@@ -144,9 +141,9 @@ def read_folder(path: Path) -> RecordedRun:
 
 
 def _status(folder: Path, results: dict) -> tuple[str, str]:
-    """Return (status, reason) of a run, whose folder may hold the files of a comparison.
+    """Return (status, reason) of a run.
 
-    These are outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
+    compare_strategies.sh adds outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
     """
     outcome, log = _read_text(folder / "outcome.txt").strip(), _read_text(folder / "log.txt")
     status = results.get("status") or "failed"
@@ -222,7 +219,7 @@ def numbers_of(results: dict) -> dict[str, Any]:
         "step_seconds": sum(phases.values()),
         "paper_volume": 3 if STRATEGIES[results["strategy"]].shards_parameters else 2,
         "final_loss": float(results["train_loss_last"]),
-        "volume": collectives and volume_of(collectives, results["parameters"]),
+        "volume": collectives and volume_of(collectives) / results["parameters"],
         "sent_bytes": results.get("communication_bytes_per_step"),
     }
 
@@ -232,17 +229,16 @@ def states_of(sizes: dict[str, float]) -> float:
     return sum(sizes[kind] for kind in STATES)
 
 
-def volume_of(collectives: dict, parameters: int) -> float:
-    """Return the volume of the collectives in units of P, the number of parameters.
+def volume_of(collectives: dict) -> float:
+    """Return the number of elements in the collectives, as in the ZeRO paper.
 
-    The volume is the number of elements of any type, counted twice for an all-reduce, as in the
-    ZeRO paper (arXiv 1910.02054, section 7).
+    An all-reduce counts twice (arXiv 1910.02054, section 7).
     """
     total = 0.0
     for name, entry in collectives.items():
         kind, dtype = name.split(" ")
         elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1)
-        total += elements * (2 if kind == "all_reduce" else 1) / parameters
+        total += 2 * elements if kind == "all_reduce" else elements
     return total
 
 
@@ -268,10 +264,10 @@ class Comparison:
         self.on_gpu = self.facts.get("device") == "cuda"
         self.lasting = 1  # number of steps over which a loss difference is the median
         if self.reference and self.of_strategies:
-            limit, self.lasting = tolerance_of(self.facts["precision"], self.on_gpu)
+            limit, self.lasting = self.reference.tolerance
             self.tolerance = self.tolerance or limit
-        for run in [*self.runs, *filter(None, [self.control])]:
-            if self.reference:
+        for run in [*self.runs, self.control]:
+            if run and self.reference:
                 add_ratios(run.numbers, self.reference.numbers)
                 self._compare_losses(run, self.reference)
         if not (self.control and self.control.points):
@@ -280,7 +276,6 @@ class Comparison:
         self.departing = [run for run in self.runs if run.first]  # whose losses differ
         # None if no losses could be compared
         self.same_model = not self.departing if self.compared else None
-        # The control does the same work as the reference.
         speed = self.control.numbers["speed"] if self.control else 1.0
         self.speeds_are_comparable = abs(speed - 1) <= LARGEST_SPEED_CHANGE
 
@@ -347,14 +342,15 @@ def read_strategy(folder: Path) -> RecordedRun:
 
     If a repeat did not complete, the status is that of the first such repeat.
     """
-    repeats = [path for path in folder.glob("[0-9]*") if path.name.isdigit()]
-    paths = sorted(repeats, key=lambda path: int(path.name))
-    runs = [read_folder(path) for path in paths]
+    numbers = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit())
+    runs = [read_folder(folder / str(number)) for number in numbers]
     broken = [run for run in runs if run.status != "completed"]
     completed = [run for run in runs if run.status == "completed"]
     completed.sort(key=lambda run: run.numbers.get("samples_per_second", 0))
-    none = RecordedRun(folder, [], status="not run")
-    run = completed[(len(completed) - 1) // 2] if completed else (broken or [none])[0]
+    if completed:
+        run = completed[(len(completed) - 1) // 2]
+    else:
+        run = broken[0] if broken else RecordedRun(folder, [], status="not run")
     run.name, run.repeats = folder.name, completed
     if broken:
         run.status = broken[0].status
@@ -381,13 +377,11 @@ def relative(a: float, b: float) -> float:
 
 
 def points_of(of: str, a: RecordedRun, b: RecordedRun, lasting: int) -> list[Point]:
-    """Return the losses that both runs have.
+    """Return the losses ("loss" or "eval_loss") that both runs have.
 
-    A mean over several steps, which Trainer logs, is compared with the mean of the other run's
-    losses of these steps.
+    A mean of several steps, which Trainer logs, is compared with the other run's mean of them.
 
     Args:
-        of: "loss" or "eval_loss".
         lasting: number of steps of which each difference is the median: the step and those before
             it. The first differences are all the median of the first `lasting` steps.
     """

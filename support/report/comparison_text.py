@@ -10,7 +10,7 @@ from typing import Any
 from support.console import markdown_table, text_table
 from support.files.atomic import only_finite
 from support.report.causes import ROUNDING
-from support.report.compare import TOLERANCES, Comparison, RecordedRun, tolerance_of
+from support.report.compare import Comparison, RecordedRun
 from support.units import GB, MB, human_bytes
 
 WIDTH = 80
@@ -72,8 +72,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as a JSON value; docs/OUTPUTS.md explains its keys."""
     keys = ("name", "tolerance", "same_model", "speeds_are_comparable", "exit_code")
     return {
-        "schema_version": 1,
-        **{key: getattr(comparison, key) for key in keys},
+        **{"schema_version": 1, **{key: getattr(comparison, key) for key in keys}},
         "work": {key: comparison.facts.get(key) for key in WORK},
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.name if comparison.reference else None,
@@ -89,8 +88,7 @@ def _run_as_json(run: RecordedRun) -> dict[str, Any]:
     entry = {
         **{"strategy": run.name, "status": run.status, "reason": run.reason},
         **{"folder": str(run.place), "command": command_of(run), "repeats": len(run.repeats)},
-        "started_at": run.results.get("started_at"),
-        **run.numbers,
+        **{"started_at": run.results.get("started_at"), **run.numbers},
         "compared_steps": run.steps,
         "first_difference": run.first and run.first._asdict(),
         "largest_difference": run.largest._asdict() if run.points else None,
@@ -126,11 +124,11 @@ def provenance(comparison: Comparison) -> list[str]:
         return []
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     memory = human_bytes(machine["ram_bytes"])
+    data = f"dataset {dataset.get('name')}, sha256 {str(dataset.get('sha256'))[:12]}…"
     return [
         f"Hardware: {machine['gpu'] or 'no GPU'}, {machine['cores']} × {machine['cpu']}, {memory}",
         f"Versions: {versions}",
-        f"Measured: {str(facts.get('started_at'))[:10]}; dataset {dataset.get('name')}, "
-        f"sha256 {str(dataset.get('sha256'))[:12]}…",
+        f"Measured: {str(facts.get('started_at'))[:10]}; {data}",
     ]
 
 
@@ -145,9 +143,9 @@ def command_of(run: RecordedRun) -> str:
 
 def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
     """Return the tables: results, then communication and times, or what differs."""
-    unit, text, name = (GB, "{:,.2f}", "GPU\npeak\nGB")
-    if not comparison.on_gpu:
-        unit, text, name = (MB, "{:,.1f}", "state\nMB")
+    unit, text, name = (MB, "{:,.1f}", "state\nMB")
+    if comparison.on_gpu:
+        unit, text, name = (GB, "{:,.2f}", "GPU\npeak\nGB")
     memory = ((name, "memory_bytes", text, unit), ("plan", "planned_bytes", text, unit))
     results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:5]))
     for cells, run in zip(results, comparison.runs, strict=True):
@@ -166,14 +164,12 @@ def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
 def _table_of(runs: list[RecordedRun], columns: tuple[Column, ...]) -> Table:
     """Return a table of the columns that at least one run has."""
     columns = tuple(c for c in columns if any(run.numbers.get(c[1]) is not None for run in runs))
-    lines = []
-    for run in runs:
-        values = [(run.numbers.get(key), text, unit) for _, key, text, unit in columns]
-        cells = [
-            "—" if value is None else text.format(value / unit) for value, text, unit in values
-        ]
-        lines.append([run.name, *cells])
-    return lines, ["", *(header for header, *_ in columns)]
+    rows = [[run.name] for run in runs]
+    for row, run in zip(rows, runs, strict=True):
+        for _, key, text, unit in columns:
+            value = run.numbers.get(key)
+            row.append("—" if value is None else text.format(value / unit))
+    return rows, ["", *(header for header, *_ in columns)]
 
 
 # --------------------------------------------------------------------------------------- sentences
@@ -185,10 +181,9 @@ def sentences_of(comparison: Comparison) -> list[str]:
     if comparison.simulated:
         sentences = ["This is a memory simulation: nothing was trained."]
     elif reference:
-        departing = comparison.departing
-        sentences = [difference_of(run, reference, comparison.on_gpu) for run in departing]
-        sentences += [*_equal_losses(comparison, reference)]
-        sentences += [*_speed_and_memory(comparison)] if comparison.of_strategies else []
+        sentences = [difference_of(run, reference) for run in comparison.departing]
+        sentences += _equal_losses(comparison, reference)
+        sentences += _speed_and_memory(comparison) if comparison.of_strategies else []
     return [*sentences, *_incomplete(comparison)]
 
 
@@ -205,20 +200,21 @@ def _equal_losses(comparison: Comparison, reference: RecordedRun) -> Iterator[st
             f"({worst.name}, step {worst.largest.last}); tolerance {comparison.tolerance:g}."
         )
     if comparison.compared and (control := comparison.control):
-        text = (
-            f"with a higher learning rate the losses differ by up to {control.largest.relative:.1e}"
-        )
+        size = f"{control.largest.relative:.1e}"
+        text = f"Control: with a higher learning rate the losses differ by up to {size}"
         if control.first:
-            at = f"and exceed the tolerance at step {control.first.last}"
-            yield f"Control: {text}, {at}. The comparison detects a fault of this size."
+            yield (
+                f"{text}, and exceed the tolerance at step {control.first.last}. The comparison "
+                "detects a fault of this size."
+            )
         else:
             yield (
-                f"ℹ️  Control: {text}, which is within the tolerance. The comparison does not "
+                f"ℹ️  {text}, which is within the tolerance. The comparison does not "
                 "detect a fault of this size: use --precision fp32 or more steps."
             )
 
 
-def difference_of(run: RecordedRun, reference: RecordedRun, on_gpu: bool) -> str:
+def difference_of(run: RecordedRun, reference: RecordedRun) -> str:
     """Say where the losses of a run differ from the reference's, and the likely causes."""
     first, largest = run.first, run.largest
     assert first
@@ -234,9 +230,7 @@ def difference_of(run: RecordedRun, reference: RecordedRun, on_gpu: bool) -> str
         return f"{text} Likely cause: {'; or '.join(causes)}."
     found = [difference for difference in run.differences if difference.changes == ROUNDING]
     names = ", ".join(map(str, found)) or "nothing that the runs record"
-    precisions = {run.results.get("precision") for run in (run, reference)}
-    limits = [tolerance_of(name, on_gpu)[0] for name in precisions if name]
-    if largest.relative <= (limit := max(limits, default=TOLERANCES["fp32"][0])):
+    if largest.relative <= (limit := max(run.tolerance[0], reference.tolerance[0])):
         return f"{text} Likely cause: rounding, up to {limit:.0e} relative, because of {names}."
     return (
         f"{text} This is more than rounding explains ({limit:.0e} relative), and what differs is "

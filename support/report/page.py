@@ -81,20 +81,17 @@ def _run(folder: Path) -> dict[str, Any]:
     results, problem = run.results, run.results.get("reason")
     if not results or results.get("status") == "running":
         problem = "It has not ended, or it was killed, and results.json may be missing or damaged."
-    facts = [(entry.split()[0], entry.split()[1]) for entry in FACTS.split("|")]
+    facts = {}
+    for key, text in (entry.split() for entry in FACTS.split("|")):
+        if results.get(key) is not None:
+            facts[key.replace("_", " ")] = text.format(results[key])
     collectives = [
         [name, human_rate(entry["calls"]), human_bytes(entry["sent_bytes"])]
         for name, entry in (results.get("communication_per_step") or {}).items()
     ]
     curves = _curves(run.records)
     sections: dict[str, dict[str, Any]] = {
-        "Results": {
-            "facts": {
-                key.replace("_", " "): text.format(results[key])
-                for key, text in facts
-                if results.get(key) is not None
-            }
-        },
+        "Results": {"facts": facts},
         "Curves": {"charts": curves, "lines": [] if curves else ["metrics.jsonl has no step."]},
         "Memory and time of a step": {"charts": _charts_of_step(results)},
         "Communication": {"tables": [(collectives, ["collective", "calls", "sent bytes"])]},
@@ -106,9 +103,11 @@ def _run(folder: Path) -> dict[str, Any]:
         values = (results.get(key) or {}).items()
         rows = [[name, value] for name, value in values if isinstance(value, str | int | float)]
         sections[key.capitalize()] = {"tables": [(rows, ["", ""])]}
-    subtitle = f"{results.get('status')}, started {results.get('started_at')}"
-    title = folder.resolve().name
-    return {"title": title, "subtitle": subtitle, "problem": problem, "sections": sections}
+    return {
+        "title": folder.resolve().name,
+        "subtitle": f"{results.get('status')}, started {results.get('started_at')}",
+        **{"problem": problem, "sections": sections},
+    }
 
 
 def _curves(records: list[dict]) -> dict[str, Markup]:
@@ -125,14 +124,15 @@ def _curves(records: list[dict]) -> dict[str, Markup]:
 
 def _charts_of_step(results: dict) -> dict[str, Markup]:
     """Return the charts of the memory of each rank and of the time of each phase."""
-    charts = {}
+    bars = {}  # names and values by caption
     if ranks := list(filter(None, lookup(results, "memory.categories_bytes_by_rank") or [])):
         kinds = {kind: [(rank[kind] or 0) / MB for rank in ranks] for kind in ranks[0]}
         names = [f"rank {number}" for number in range(len(ranks))]
-        caption = "Memory by category at the end of backward (MB)"
-        charts[caption] = _svg(plots.draw_bars, names=names, bars=kinds)
+        bars["Memory by category at the end of backward (MB)"] = names, kinds
     if phases := results.get("step_phases_seconds"):
-        bars = {"": [1000 * seconds for seconds in phases.values()]}
-        caption = "Mean time of each phase of a step (ms)"
-        charts[caption] = _svg(plots.draw_bars, names=[*phases], bars=bars)
-    return charts
+        times = {"": [1000 * seconds for seconds in phases.values()]}
+        bars["Mean time of each phase of a step (ms)"] = [*phases], times
+    return {
+        caption: _svg(plots.draw_bars, names=names, bars=values)
+        for caption, (names, values) in bars.items()
+    }

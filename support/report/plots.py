@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from support.report.compare import STATES, Comparison
+from support.report.compare import STATES, Comparison, RecordedRun
 from support.report.comparison_text import provenance, title
 from support.units import GB, MB
 
@@ -30,10 +30,8 @@ Chart = Callable[[Axes], object]
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw all charts of a comparison into one file.
+    """Draw all charts of a comparison into a .png, .svg or .pdf file.
 
-    Args:
-        path: the .png, .svg or .pdf file to write.
     Raises:
         ValueError: matplotlib does not know the ending of the file's name.
     """
@@ -55,17 +53,14 @@ def charts_of(comparison: Comparison) -> dict[str, Chart]:
     """Return the functions that draw the charts of a comparison, by caption."""
     charts: dict[str, Chart] = {}
     if measured := [run for run in comparison.runs if run.numbers.get("memory_bytes")]:
-        names = [run.name for run in measured]
         unit, kind = (GB, "Peak GPU memory (GB") if comparison.on_gpu else (MB, "Model states (MB")
-        parts, plans = memory_of([run.numbers for run in measured], unit)
-        chart = partial(draw_bars, names=names, bars=parts, plans=plans)
-        charts[f"{kind} on the fullest rank)"] = chart
+        charts[f"{kind} on the fullest rank)"] = partial(draw_memory, runs=measured, unit=unit)
         if timed := [run for run in measured if "samples_per_second" in run.numbers]:
-            names = [run.name for run in timed]
             low, rates, high = (
                 [run.numbers[f"samples_per_second{end}"] for run in timed]
                 for end in ("_low", "", "_high")
             )
+            names = [run.name for run in timed]
             chart = partial(draw_bars, names=names, bars={"": rates}, spread=(low, high))
             charts["Samples per second, with the spread"] = chart
     runs = {run.name: run for run in comparison.runs if run.points}
@@ -89,17 +84,18 @@ def charts_of(comparison: Comparison) -> dict[str, Chart]:
     return charts
 
 
-def memory_of(numbers: list[dict], unit: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the memory of each run by kind and the plans, in GB or MB.
+def draw_memory(axes: Axes, runs: list[RecordedRun], unit: int) -> None:
+    """Draw the memory of each run by kind and its plan, in GB or MB.
 
     On a GPU the kinds make the allocator's peak; memory of the host is added.
     """
+    numbers = [run.numbers for run in runs]
     parts = {kind: [n["categories"][kind] / unit for n in numbers] for kind in STATES}
-    parts["other"] = [
-        max(0.0, n["memory_bytes"] - sum(n["categories"].values())) / unit for n in numbers
-    ]
+    rest = [n["memory_bytes"] - sum(n["categories"].values()) for n in numbers]
+    parts["other"] = [max(0.0, size) / unit for size in rest]
     parts["in host memory"] = [sum(n["host_categories"].values()) / unit for n in numbers]
-    return parts, [(n["planned_bytes"] or math.nan) / unit for n in numbers]
+    plans = [(n["planned_bytes"] or math.nan) / unit for n in numbers]
+    draw_bars(axes, [run.name for run in runs], parts, plans)
 
 
 def draw_lines(

@@ -24,16 +24,11 @@ def compare(stubs, tmp_path):
     )
 
     def run(*args, env=None):
-        env = {
-            "STRATEGIES": "dp",
-            "CONTROL": "0",
-            "PYTHON": str(stubs.bin / "python"),
-            **(env or {}),
-        }
-        done = stubs.run(["bash", PROJECT / "compare_strategies.sh", *args], tmp_path, env)
-        assert not list(tmp_path.rglob("executed")) and {
-            path.name for path in tmp_path.iterdir()
-        } <= {"comparison_runs"}
+        defaults = {"STRATEGIES": "dp", "CONTROL": "0", "PYTHON": str(stubs.bin / "python")}
+        script = PROJECT / "compare_strategies.sh"
+        done = stubs.run(["bash", script, *args], tmp_path, defaults | (env or {}))
+        assert not list(tmp_path.rglob("executed"))
+        assert {path.name for path in tmp_path.iterdir()} <= {"comparison_runs"}
         return done
 
     return run

@@ -6,7 +6,6 @@ They run in a real bash with stubs for srun and scontrol.
 import re
 
 import pytest
-from attacks import Attack, table
 from conftest import PROJECT
 
 # How a run's folder is named, and the arguments that name it; "run.yaml" has output_dir: from the
@@ -72,24 +71,11 @@ def test_a_run_that_failed_is_not_requeued(requeue, left):
 
 # What sbatch leaves in the environment, and the ranks on each node, their cores, and the GPUs of
 # the step.
+ONE_BY_TASK = {"SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "gres:gpu=1"}
 ALLOCATIONS = {
-    "four requested, one allocated": (
-        {"SLURM_GPUS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "1"},
-        1,
-        4,
-        1,
-    ),
-    "by task": (
-        {
-            "SLURM_GPUS_PER_TASK": "1",
-            "SLURM_GPUS_ON_NODE": "2",
-            "SLURM_TRES_PER_TASK": "gres:gpu=1",
-        },
-        2,
-        2,
-        2,
-    ),
-    "by job, with a type": ({"SLURM_GPUS": "a100:4", "SLURM_GPUS_ON_NODE": "2"}, 2, 2, 2),
+    "one of four": ({"SLURM_GPUS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "1"}, 1, 4, 1),
+    "by task": (ONE_BY_TASK, 2, 2, 2),
+    "by job, with a type": ({"SLURM_GPUS": "a100:4"}, 2, 2, 2),
     "none": ({"SLURM_GPUS_ON_NODE": None, "SLURM_NTASKS_PER_NODE": "2"}, 2, 2, 0),
     "nodes with different cores": ({"SLURM_JOB_CPUS_PER_NODE": "16,2"}, 2, 1, 2),
 }
@@ -112,48 +98,26 @@ def test_a_job_uses_what_it_was_allocated(stubs, tmp_path, example, allocation):
     [call] = stubs.calls("srun")
     assert (f"--gres=gpu:{gpus}" in call) == (gpus > 0)
     assert not re.search("GPUS_PER|TRES_PER", (tmp_path / "seen").read_text())
-    if example == "train_srun":
-        assert {
-            f"--ntasks={2 * ranks}",
-            f"--ntasks-per-node={ranks}",
-            f"--cpus-per-task={cores}",
-        } <= set(call)
-    else:
-        assert {"--ntasks=2", "--ntasks-per-node=1", f"--cpus-per-task={ranks * cores}"} <= set(
-            call
-        )
-        assert f"--nproc_per_node={ranks}" in call
+    tasks = (2 * ranks, ranks, cores) if example == "train_srun" else (2, 1, ranks * cores)
+    names = ("ntasks", "ntasks-per-node", "cpus-per-task")
+    assert {f"--{name}={n}" for name, n in zip(names, tasks, strict=True)} <= set(call)
+    assert example == "train_srun" or f"--nproc_per_node={ranks}" in call
 
 
-@table(
-    Attack(
-        "GPUs that do not divide",
-        args=("train_multi_node",),
-        env={"SLURM_GPUS": "3", "SLURM_GPUS_ON_NODE": "2"},
-        says="3 GPUs cannot be spread evenly over 2 nodes",
-    ),
-    Attack(
-        "fewer cores than GPUs",
-        args=("train_srun",),
-        env={"SLURM_JOB_CPUS_PER_NODE": "1(x2)"},
-        says="2 ranks need 2 cores",
-    ),
-    Attack(
-        "two nodes for a script of one",
-        args=("train_single_node",),
-        says="one node, and the job has 2",
-    ),
-    Attack(
-        "a project that is none",
-        args=("train_srun",),
-        env={"TRAINING_PROJECT": "/tmp"},
-        says="/tmp is not the project",
-    ),
-)
-def test_a_job_refuses(stubs, tmp_path, attack):
-    job = stubs.run(["bash", PROJECT / "slurm" / f"{attack.args[0]}.slurm"], tmp_path, attack.env)
-    attack.check(tmp_path, job)
-    assert stubs.calls("srun") == []
+REFUSED = {
+    "train_multi_node": ({"SLURM_GPUS": "3"}, "3 GPUs cannot be spread evenly over 2 nodes"),
+    "train_srun": ({"SLURM_JOB_CPUS_PER_NODE": "1(x2)"}, "2 ranks need 2 cores"),
+    "train_single_node": ({}, "one node, and the job has 2"),
+    "train_requeue": ({"TRAINING_PROJECT": "/tmp"}, "/tmp is not the project"),
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("example", REFUSED)
+def test_a_job_refuses(stubs, tmp_path, example):
+    env, says = REFUSED[example]
+    job = stubs.run(["bash", PROJECT / "slurm" / f"{example}.slurm"], tmp_path, env)
+    assert job.code == 2 and says in job.error and stubs.calls("srun") == []
 
 
 # What `scontrol show job` prints after Command=, with {file} for the batch script; and the job's

@@ -341,9 +341,10 @@ def test_two_comparisons_of_a_model_in_one_folder(tmp_path, compare):
     assert code == 2 and out.count("❌") == 1 and "Another comparison" in out
 
 
-def test_report_of_nothing(tmp_path):
+@pytest.mark.parametrize("script", ["compare_runs.py", "report.py"])
+def test_report_of_nothing(tmp_path, script):
     for folder in (tmp_path / "none", tmp_path):
-        command = [sys.executable, REPORT, folder]
+        command = [sys.executable, REPORT.with_name(script), folder]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.count("❌") == 1
         assert "Traceback" not in done.stderr

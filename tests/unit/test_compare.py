@@ -227,17 +227,15 @@ def strategies(tmp_path):
 GPU = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"communication_bytes_per_step": None, "communication_per_step": None},
-        GPU,
-        {"memory": RESULTS["memory"] | {"predicted_bytes": None}},
-        {"precision": "bf16"},
-    ],
-    ids=["plain", "one rank", "gpu", "no plan", "bf16"],
-)
+CHANGES = {
+    "plain": {},
+    "one rank": {"communication_bytes_per_step": None, "communication_per_step": None},
+    "gpu": GPU,
+    "no plan": {"memory": RESULTS["memory"] | {"predicted_bytes": None}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_comparison_of_strategies(strategies, change):
     comparison, text = strategies(dp=[dict(change)], zero2=[dict(change)])
     assert comparison.same_model and comparison.exit_code == 0 and "Fastest: dp" in text
@@ -256,12 +254,10 @@ def test_a_simulation_is_reported(strategies):
     "change, status, reason",
     [
         ({"losses": []}, "failed", "no step"),
-        ({"train_loss_last": None}, "failed", "lacks a number"),
         ({"memory": {}}, "failed", "lacks a number"),
         ({"status": "oom", "reason": "full"}, "oom", "full"),
         ({"error_kind": "missing_requirement", "status": "failed"}, "skipped", ""),
     ],
-    ids=["no losses", "no loss at the end", "no memory", "oom", "skipped"],
 )
 def test_a_run_that_cannot_be_compared_is_left_out(strategies, change, status, reason):
     comparison, text = strategies(dp=[{}], zero2=[dict(change)], fsdp=[{}])
@@ -269,7 +265,7 @@ def test_a_run_that_cannot_be_compared_is_left_out(strategies, change, status, r
     assert comparison.exit_code == (status != "skipped") and reason in text
 
 
-@pytest.mark.parametrize("speed, comparable", [(2.0, True), (1.75, True), (1.6, False), (4, False)])
+@pytest.mark.parametrize("speed, comparable", [(1.75, True), (1.6, False), (4, False)])
 def test_speeds_under_different_load_are_not_ranked(strategies, speed, comparable):
     """The control does the same work as dp."""
     comparison, text = strategies(dp=[{}], zero2=[{}], control=[{"samples_per_second": speed}])

@@ -1,11 +1,10 @@
 """scripts/report.py: what is in a run's files never becomes a script or a request of the page."""
 
 import json
-from html.parser import HTMLParser
+import re
 
 import pytest
 
-from support.errors import UserError
 from support.report.page import page_of
 
 HOSTILE = "</title></pre><script>alert(1)</script><img src=//x.y onerror=alert(2)>'\"$\\q$"
@@ -47,34 +46,18 @@ def run(tmp_path):
     return write
 
 
-class Page(HTMLParser):
-    """The tags and the text of a page."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.text = set(), ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-
-    def handle_data(self, data):
-        self.text += data
-
-
 def test_everything_is_shown(run):
     page = page_of(run())
-    parsed = Page(page)
     shown = ("Memory", "time of a step", "Communication", "Generated text", "all_reduce float32")
     for word in (*shown, "once", "python x", "8.0000", "7.0000"):
-        assert word in parsed.text
+        assert word in page
     assert page.count("<svg") == 4
 
 
 def test_text_of_files_is_escaped(run):
-    parsed = Page(page_of(run(with_text(RESULTS, HOSTILE), name="<script>alert(3)<")))
-    assert parsed.text.count("<script>alert(1)</script>") >= 10
-    assert not parsed.tags & {"script", "img", "link", "iframe", "object", "a", "base", "form"}
+    page = page_of(run(with_text(RESULTS, HOSTILE), name="<script>alert(3)<"))
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 10
+    assert not re.search("<(script|img|link|iframe|object|a|base|form)[ >]", page)
 
 
 def test_secrets_are_replaced(run, monkeypatch):
@@ -95,8 +78,3 @@ def test_missing_and_truncated_files(run, missing):
 def test_a_run_that_failed_says_why(run):
     page = page_of(run({"status": "oom", "reason": "no memory left"}, []))
     assert "no memory left" in page and "metrics.jsonl has no step" in page
-
-
-def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(UserError):
-        page_of(tmp_path)
