@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,16 +78,12 @@ def finish(
     card = model_card(facts, trained.identity)
     failed, folder = export_model(trained, target, args, card)
     if failed:
+        advice = "No checkpoint could be saved, so the trained weights are lost."
         if checkpoint := trained.weights_kept(state):
             advice = (
                 f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
                 f"{checkpoint} --to hf FOLDER` exports them; so does the same run with --resume."
             )
-        else:  # often because the same disk is full
-            elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
-            elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
-            lost, folder = export_model(trained, Target(elsewhere, False), args, card)
-            advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
     results.facts["export"] = {
         "folder": str(folder),
@@ -113,8 +108,10 @@ def export_model(
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
         errors.attempt(spec.describe, folder, dtype, args.merge_lora)
-    write = _write_merged if spec.lora and args.merge_lora else _write_trained
-    write(trained, folder, dtype, errors)
+    if spec.lora and args.merge_lora:
+        _write_merged(trained, folder, dtype, errors)
+    else:
+        _write_trained(trained, folder, dtype, errors)
     if temporary and folder:
         errors.attempt(write_text, folder / "README.md", card)
         final = errors.attempt(finish_folder, temporary, target.folder, target.replace)

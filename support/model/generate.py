@@ -53,18 +53,16 @@ def generate(
         # Architectures without a cache compute the whole text again for each token.
         cache = getattr(out, "past_key_values", None)
         likeliest = out.logits[0, -1].float().cpu().topk(min(TOP_K, out.logits.shape[-1]))
-        choice = torch.multinomial(
-            torch.softmax(likeliest.values / TEMPERATURE, 0), 1, generator=generator
-        )
+        probabilities = torch.softmax(likeliest.values / TEMPERATURE, 0)
+        choice = torch.multinomial(probabilities, 1, generator=generator)
         chosen = likeliest.indices[choice].to(ctx.device)
         dist.broadcast(chosen, src=0)
         if chosen.item() in ends:
             break
         ids = torch.cat([ids, chosen[None]], dim=1)
+    text = spec.tokenizer.decode(ids[0])
     if prompt.is_chat:
         answer = ids[0, len(prompt_ids) :]
         text = spec.tokenizer.decode(answer, skip_special_tokens=True).strip()
-    else:
-        text = spec.tokenizer.decode(ids[0])
     console.print0(f"💬 {text}")
     return text

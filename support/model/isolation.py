@@ -77,9 +77,9 @@ def _layers_masked(model: nn.Module, two: bool) -> dict[int, bool]:
     find, sdpa = masking_utils.find_packed_sequence_indices, ALL_ATTENTION_FUNCTIONS["sdpa"]
     masked: dict[int, bool] = {}
 
-    def attention(module, query, key, value, attention_mask, *args, **options):
-        masked[id(module)] = attention_mask is not None
-        return sdpa(module, query, key, value, attention_mask, *args, **options)
+    def attention(module, query, key, value, mask, *args, **options):
+        masked[id(module)] = mask is not None
+        return sdpa(module, query, key, value, mask, *args, **options)
 
     positions = torch.zeros(1, 4, dtype=torch.long)
     # Not token ids: some models compare them with the padding token, and need their values.

@@ -61,6 +61,39 @@ class Lora:
         """
         import peft
 
+        self._check_targets(model)
+        usual = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        config = peft.LoraConfig(
+            r=self.r,
+            lora_alpha=int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.targets or usual.get(model.config.model_type, ALL_LINEAR),
+            bias="none",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self.base,
+        )
+        self.settled = copy.deepcopy(config)  # peft adds the name of each layer to `config`
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        with torch.device("meta" if next(model.parameters()).is_meta else "cpu"):
+            peft.inject_adapter_in_model(config, model, ADAPTER)
+        # peft sets this if the weights are transposed, as GPT-2's are.
+        self.settled.fan_in_fan_out = config.fan_in_fan_out
+        self.settled.inference_mode = True  # for users who load the adapters
+        if isinstance(self.settled.target_modules, set):  # in an order that does not change
+            self.settled.target_modules = sorted(self.settled.target_modules)
+        for name, layer in _adapted_layers(model).items():
+            if uses[id(layer.get_base_layer().weight)] > 1:
+                raise UserError(
+                    f"--lora_targets: {name} shares its weight with another layer, "
+                    "and adapters would change both."
+                )
+            # Autocast or the engine makes input and adapter one dtype. peft would first convert the
+            # input to the adapter's fp32.
+            layer.cast_input_dtype_enabled = False
+        self._initialize(model)
+
+    def _check_targets(self, model: nn.Module) -> None:
+        """Check that each name selects a layer: peft ignores some of several wrong names."""
         layers = [
             name
             for name, module in model.named_modules()
@@ -73,26 +106,6 @@ class Lora:
                     f"--lora_targets {name}: this model has no such linear layer; it has {ends}. "
                     f"{ALL_LINEAR} selects all except the output layer."
                 )
-        config = self._config(model)
-        self.settled = copy.deepcopy(config)  # peft adds the name of each layer to `config`
-        shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        with torch.device("meta" if next(model.parameters()).is_meta else "cpu"):
-            peft.inject_adapter_in_model(config, model, ADAPTER)
-        # peft sets this if the weights are transposed, as GPT-2's are.
-        self.settled.fan_in_fan_out = config.fan_in_fan_out
-        self.settled.inference_mode = True  # for users who load the adapters
-        if isinstance(self.settled.target_modules, set):  # in an order that does not change
-            self.settled.target_modules = sorted(self.settled.target_modules)
-        for name, layer in _adapted_layers(model).items():
-            if shared[id(layer.get_base_layer().weight)] > 1:
-                raise UserError(
-                    f"--lora_targets: {name} shares its weight with another layer, "
-                    "and adapters would change both."
-                )
-            # Autocast or the engine makes input and adapter one dtype. peft would first convert the
-            # input to the adapter's fp32.
-            layer.cast_input_dtype_enabled = False
-        self._initialize(model)
 
     def _initialize(self, model: nn.Module) -> None:
         """Initialize A as peft does, but in fp32: peft rounds it to the model's type."""
@@ -104,21 +117,6 @@ class Lora:
                     # On the CPU, because a GPU draws other numbers.
                     values = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5))
                     parameter.data = values.to(parameter.device)
-
-    def _config(self, model: nn.Module):
-        """Return peft's configuration of these adapters, with the targets resolved."""
-        import peft
-        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
-
-        return peft.LoraConfig(
-            r=self.r,
-            lora_alpha=int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=self.targets or USUAL.get(model.config.model_type, ALL_LINEAR),
-            bias="none",
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=self.base,
-        )
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -42,10 +42,9 @@ def next_token_loss(
         inputs: token ids, int64 [batch, length].
         labels: int64 [batch, length]; IGNORED for tokens without a loss.
         tokens: scalar tensor, the valid tokens of the whole step on all ranks.
-        positions: int64 [batch, length], which restart at 0 where a document begins, so that
-            attention stays within it; None: from 0 to length - 1.
+        positions: int64 [batch, length], from 0 in each document; None: 0 to length - 1.
     Returns:
-        The loss, a scalar in fp32.
+        A scalar in fp32.
     """
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -136,8 +135,8 @@ def returns_plain_logits(config) -> bool:
 
     Some models scale or cap their logits (Gemma 2, Cohere, Granite).
     """
-    # Some models convert their logits to fp32. With fake tensors, which have no memory, the grouped
-    # matrix multiplication of experts accepts bf16 only.
+    # fp32, because some models convert their logits to it. With fake tensors, which have no memory,
+    # the grouped matrix multiplication of experts accepts bf16 only.
     has_experts = any("expert" in name for name in config.get_text_config().to_dict())
     with torch.no_grad(), FakeTensorMode():
         dtype = torch.bfloat16 if has_experts else torch.float32

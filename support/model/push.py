@@ -47,8 +47,6 @@ def push(repository: str | None, folder: Path, ctx: DistContext) -> dict | None:
     Returns:
         The `push` entry of results.json on the ranks of rank 0's node; None on the others.
     """
-    if repository:
-        console.print0(f"⏳ Pushing {folder} to {repository}")
     return ctx.once_per_node("push", lambda: _upload(repository, folder) if repository else None)
 
 
@@ -56,6 +54,7 @@ def _upload(repository: str, folder: Path) -> dict:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
+    console.print0(f"⏳ Pushing {folder} to {repository}")
     if not console.on_terminal():
         disable_progress_bars()
     try:

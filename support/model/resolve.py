@@ -52,29 +52,26 @@ class ModelSpec:
     load_in_4bit: bool = False
     # Original values of settings that the run has replaced; an exported model gets them back.
     own_settings: dict = field(default_factory=dict)
-    parameters: int = field(init=False)
-    trainable: int = field(init=False)
-    matmul_parameters: int = field(init=False)  # those that take part in matrix multiplications
-    trainable_matmul: int = field(init=False)
-    largest_parameter: int = field(init=False)
-    tied: bool = field(init=False)  # the output layer shares the weight of the input embedding
-    # The output layer computes the loss in chunks; see support/model/loss.py.
-    chunked_loss: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        # The output layer computes the loss in chunks; see support/model/loss.py.
         self.chunked_loss = returns_plain_logits(self.config)
         model = self.on_meta_device()
         head = model.get_output_embeddings()
         # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
         lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        # The output layer shares the weight of the input embedding.
         self.tied = head is not None and head.weight in lookups
         lookups -= {head.weight} if self.tied else set()
-        all_weights = list(model.parameters())
-        self.parameters, self.trainable = _counts(all_weights)
-        self.matmul_parameters, self.trainable_matmul = _counts(
-            [weight for weight in all_weights if weight not in lookups]
+        sizes = {weight: weight.numel() for weight in model.parameters()}
+        trained = {weight: size for weight, size in sizes.items() if weight.requires_grad}
+        self.parameters, self.trainable = sum(sizes.values()), sum(trained.values())
+        self.largest_parameter = max(sizes.values())
+        # Those that take part in matrix multiplications.
+        self.matmul_parameters, self.trainable_matmul = (
+            sum(size for weight, size in counted.items() if weight not in lookups)
+            for counted in (sizes, trained)
         )
-        self.largest_parameter = max(weight.numel() for weight in all_weights)
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -139,12 +136,6 @@ class ModelSpec:
         return model
 
 
-def _counts(parameters: list[nn.Parameter]) -> tuple[int, int]:
-    """Return the number of elements, and of those that are trained."""
-    sizes = [(p.numel(), p.requires_grad) for p in parameters]
-    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
-
-
 # ------------------------------------------------------------------- settings of an architecture
 
 
@@ -166,8 +157,9 @@ def set_dropout(config, probability: float) -> None:
     names = [
         name
         for name, value in text_config.to_dict().items()
-        if "drop" in name and type(value) in (float, int)
-        if not name.startswith(("summary", "classifier"))
+        if "drop" in name
+        and type(value) in (float, int)
+        and not name.startswith(("summary", "classifier"))
     ]
     text_config.update(dict.fromkeys(names, probability))
     if not names and probability:
@@ -192,16 +184,16 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     _be_quiet(args)
     if not args.hub_offline:
         console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
-    found = ctx.once_per_node("model", lambda: _prepare_folders(args, ctx))
+    found = ctx.once_per_node("model", lambda: _prepare_folders(args))
     config = _read_config(found["weights"], args.model)
     tokenizer = _read_tokenizer(found["tokenizer"], args)
     for notice in found["notices"]:
         console.warn(notice)
     config.use_cache = False
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
+    lora = None
     if args.dropout is not None:
         set_dropout(config, args.dropout)
-    lora = None
     if args.lora_r is not None:
         from support.model.lora import Lora
 
@@ -232,14 +224,9 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
 
 def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
     """Download the parts of --model; return its tokenizer, and its most positions (None: any)."""
-
-    def locate() -> dict:
-        config, folder, *_ = _locate(args, ctx)
-        return {"tokenizer": folder, "positions": max_positions(config)}
-
     _be_quiet(args)
-    found = ctx.once_per_node("tokenizer", locate)
-    return _read_tokenizer(found["tokenizer"], args), found["positions"]
+    config, folder, *_ = ctx.once_per_node("tokenizer", lambda: _locate(args))
+    return _read_tokenizer(folder, args), max_positions(config)
 
 
 def _be_quiet(args: Arguments) -> None:
@@ -254,9 +241,7 @@ def configure_transformers(args: Arguments) -> None:
     patches.skip_padding_check()
 
 
-def _locate(
-    args: Arguments, ctx: DistContext
-) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:
+def _locate(args: Arguments) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:
     """Find the parts of --model on this machine, and download or build those that are missing.
 
     Returns:
@@ -280,9 +265,9 @@ def _locate(
         return config, embedded_tokenizer(args), None, [notice]
 
 
-def _prepare_folders(args: Arguments, ctx: DistContext) -> dict:
+def _prepare_folders(args: Arguments) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load."""
-    config, tokenizer, folder, notices = _locate(args, ctx)
+    config, tokenizer, folder, notices = _locate(args)
     random = folder is None
     if folder is None:
         torch.manual_seed(args.seed)

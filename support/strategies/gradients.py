@@ -83,11 +83,9 @@ def check_finite(
 
 def not_finite(loss: float, step: int | None = None) -> TrainingError:
     """Return the error for a loss, or for the gradient of a finite loss, that is not finite."""
-    message = (
-        f"The gradient of a loss of {loss:.4f} is not finite"
-        if math.isfinite(loss)
-        else f"The loss is {loss}"
-    )
+    message = f"The loss is {loss}"
+    if math.isfinite(loss):
+        message = f"The gradient of a loss of {loss:.4f} is not finite"
     location = "" if step is None else f" at step {step}"
     return TrainingError(
         f"{message}{location}: the run stops, and no checkpoint contains that update. "

@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from support import PROJECT, patches
 from support.cluster import tuning
 from support.errors import MissingRequirement, look_up
@@ -43,9 +45,9 @@ def needed_ops(strategy: Strategy) -> list[str]:
     """Return the names of DeepSpeed's C++ ops that this strategy needs."""
     ops = ["cpu_adam"] if strategy.offloads and strategy.uses_deepspeed else []
     if strategy.uses_nvme:
-        # Since DeepSpeed 0.19 async_io uses an op pin_memory.
-        has_pin_memory = any(_deepspeed_files("ops/op_builder/pin_memory.py"))
-        ops += ["async_io", "pin_memory"] if has_pin_memory else ["async_io"]
+        ops.append("async_io")
+        if any(_deepspeed_files("ops/op_builder/pin_memory.py")):  # since DeepSpeed 0.19
+            ops.append("pin_memory")
     return ops
 
 
@@ -65,15 +67,9 @@ def library(op: str) -> Path:
 
 
 def _deepspeed_files(pattern: str) -> Iterable[Path]:
-    """Return the files of the installed DeepSpeed that match a pattern."""
-    folder = _package("deepspeed")
-    return folder.glob(pattern) if folder else ()
-
-
-def _package(name: str) -> Path | None:
-    """Return the folder of an installed package, which is not imported."""
-    package = importlib.util.find_spec(name)
-    return Path(package.origin).parent if package and package.origin else None
+    """Return the files of DeepSpeed, which is not imported, that match a pattern."""
+    package = importlib.util.find_spec("deepspeed")
+    return Path(package.origin).parent.glob(pattern) if package and package.origin else ()
 
 
 @functools.cache
@@ -84,14 +80,12 @@ def ops_folder() -> Path:
     home directory, such an op would crash (SIGILL).
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
-    release = version("deepspeed") if _package("deepspeed") else "none"
-    torch_folder = _package("torch")
-    assert torch_folder is not None
-    torch_version = (torch_folder / "version.py").read_bytes()  # also names CUDA's version
+    # Also contains CUDA's version.
+    torch_version = Path(torch.__file__).with_name("version.py").read_bytes()
     libc = os.confstr("CS_GNU_LIBC_VERSION") if sys.platform == "linux" else platform.platform()
     machine = [sys.implementation.cache_tag, platform.machine(), libc, *_cpu_features()]
     key = hashlib.sha256(torch_version + json.dumps(machine).encode())
-    name = f"deepspeed-{release}-{key.hexdigest()[:12]}"
+    name = f"deepspeed-{version('deepspeed')}-{key.hexdigest()[:12]}"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / name
 
 
@@ -120,7 +114,7 @@ def build(ops: list[str], print_line: Callable[[str], None], verbose: bool) -> N
             print_line(line)
     if code:
         failed = [line[1:].strip() for line in lines if line.startswith("❌")]
-        raise MissingRequirement(failed[0] if failed else f"{', '.join(ops)}: not compiled.")
+        raise MissingRequirement((failed or [f"{', '.join(ops)}: not compiled."])[0])
 
 
 @functools.cache

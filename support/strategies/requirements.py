@@ -43,28 +43,26 @@ def check_requirements(args: Arguments) -> None:
 
 def check_cpu_support(strategy: Strategy) -> None:
     """Check that the installed releases support the strategy on a CPU."""
-    advice = ""
     # torch's streams for the CPU record no events in 2.6.
     if strategy.engine == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
-        advice = "fsdp on a CPU needs a newer torch: pip install --upgrade torch, or use zero3"
-    elif strategy.uses_nvme and Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU:
-        advice = (
-            f"infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer: "
-            "pip install --upgrade 'deepspeed<0.20', or use offload"
+        raise MissingRequirement(
+            "--strategy fsdp on a CPU needs a newer torch: pip install --upgrade torch, or use "
+            "zero3."
         )
-    if advice:
-        raise MissingRequirement(f"--strategy {advice}.")
+    if strategy.uses_nvme and Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU:
+        raise MissingRequirement(
+            f"--strategy infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer: "
+            "pip install --upgrade 'deepspeed<0.20', or use offload."
+        )
 
 
 def check_builds(missing: list[str]) -> None:
     """Check for a C++ compiler, which the missing ops need."""
-    if not missing:
-        return
-    compiler, names = os.environ.get("CXX", "c++"), ", ".join(missing)
-    if shutil.which(compiler) is None:
+    compiler = os.environ.get("CXX", "c++")
+    if missing and shutil.which(compiler) is None:
         raise MissingRequirement(
-            f"DeepSpeed's {names} must be compiled for offload and infinity, but there is no C++ "
-            f"compiler ({compiler}): apt install build-essential, or module load gcc on a cluster."
+            f"DeepSpeed's {', '.join(missing)} must be compiled, but there is no C++ compiler "
+            f"({compiler}): apt install build-essential, or module load gcc on a cluster."
         )
 
 
