@@ -20,9 +20,9 @@ fits, or if --measure fails; 2 for wrong usage.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,10 +89,8 @@ COST_FLAGS = (
     ("save_seconds", SIZE, "S", "time of a save, for --time_limit (default: that of --results)"),
     ("mtbf", SIZE, "H", "hours between failures of a GPU, for --time_limit (default: 50000)"),
 )
-ON_GPU = (
-    f"To fit, a GPU needs {100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB "
-    "more: fragmentation, CUDA context and NCCL."
-)
+SPARE = f"{100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB"
+ON_GPU = f"To fit, a GPU needs {SPARE} more: fragmentation, CUDA context and NCCL."
 ON_CPU = "A process also holds Python, the libraries, and memory that it keeps for reuse."
 
 
@@ -148,8 +146,8 @@ def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
     gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
     if gpu is None:
         # The processes of a node share its memory; it includes what offload keeps in it.
-        host = host or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        gpu, host, work = host // per_node, None, replace(work, device="cpu")
+        gpu, host = (host or fit.host_memory()) // per_node, None
+        work = replace(work, device="cpu")
     return args, work, Limits(gpu, host, nvme, per_node)
 
 
@@ -171,8 +169,9 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
             "strategies": [as_dict(work, need, limits) for need in needs],
             "recommended": chosen.strategy if chosen else None,
             "command": command,
+            **({"cost": cost.as_dict(*spent)} if spent else {}),
         }
-        print(json.dumps(answer | ({"cost": spent.as_dict()} if spent else {}), indent=2))
+        print(json.dumps(answer, indent=2))
         return EXIT_COMPLETED if chosen else EXIT_FAILED
     header, size = ("peak", "peak") if args.gpu_memory else ("process", "total")
     rows = [(n.strategy, in_gb(getattr(n, size)), fits_how(work, n, limits)) for n in needs]
@@ -189,7 +188,7 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
         return EXIT_FAILED
     used = getattr(chosen, size) / GB
     print(f"Use {chosen.strategy}, the simplest strategy that fits ({used:.1f} GB):")
-    print(f"\n    {command}" + (f"\n\n{spent}" if spent else ""))
+    print(f"\n    {command}" + (f"\n\n{cost.as_text(*spent)}" if spent else ""))
     return EXIT_COMPLETED
 
 
@@ -214,9 +213,8 @@ def fits_how(work: Workload, need: MemoryEstimate, limits: Limits) -> str:
     if batch := fit.largest_batch(work, need.strategy, limits):
         return f"with batch {batch}"
     checkpointing = replace(work, gradient_checkpointing=True)
-    if batch := fit.largest_batch(checkpointing, need.strategy, limits):
-        return f"checkpointing, batch {min(batch, work.batch_size)}"
-    return "no"
+    batch = fit.largest_batch(checkpointing, need.strategy, limits)
+    return f"checkpointing, batch {min(batch, work.batch_size)}" if batch else "no"
 
 
 def explain(need: MemoryEstimate) -> str:
@@ -277,31 +275,28 @@ def run_flags(args: Options, work: Workload, strategy: str) -> list[str]:
         "optim": args.optim if args.optim != "adamw" else None,
         "lora_r": args.lora_r,
         "lora_targets": args.lora_targets,
-    }
-    switches = {
-        "from_scratch": folder and not any(folder.glob("*.safetensors")),
+        "from_scratch": folder is not None and not any(folder.glob("*.safetensors")),
         "gradient_checkpointing": work.gradient_checkpointing,
-        "no_fused_gelu": args.no_fused_gelu,
-        "isolate_documents": args.isolate_documents,
-        "load_in_4bit": args.load_in_4bit,
+        **{n: getattr(args, n) for n in ("no_fused_gelu", "isolate_documents", "load_in_4bit")},
     }
-    flags = [text for name, value in values.items() if value for text in (f"--{name}", str(value))]
-    return flags + [f"--{name}" for name, given in switches.items() if given]
+    flags = []
+    for name, value in values.items():
+        if value:
+            flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return flags
 
 
 def solve(args: Options, work: Workload, limits: Limits) -> int:
     """Print the answer of each strategy to --solve; return the exit code."""
-    answers: dict[str, int | None] = {}
-    for strategy in filter(work.strategies.__contains__, PREFERENCE):
-        if args.solve == "batch":
-            answers[strategy] = fit.largest_batch(work, strategy, limits)
-        else:
-            nodes = replace(limits, ranks_per_node=args.gpus_per_node or 8)
-            answers[strategy] = fit.fewest_gpus(work, strategy, nodes)
+    search: Callable[..., int | None] = fit.largest_batch
+    header = "largest batch"
+    if args.solve == "gpus":
+        search, header = fit.fewest_gpus, "fewest GPUs"
+        limits = replace(limits, ranks_per_node=args.gpus_per_node or 8)
+    answers = {name: search(work, name, limits) for name in PREFERENCE if name in work.strategies}
     if args.json:
         print(json.dumps({"solve": args.solve, "answers": answers}, indent=2))
     else:
-        header = "largest batch" if args.solve == "batch" else "fewest GPUs"
         rows = [(strategy, str(answer or "nothing fits")) for strategy, answer in answers.items()]
         print(f"{title(args, work, limits)}\n\n{text_table(rows, ('strategy', header))}")
     return EXIT_COMPLETED if any(answers.values()) else EXIT_FAILED

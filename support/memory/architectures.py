@@ -91,13 +91,12 @@ class Architecture:
                 "mlp.up_proj": Linear(h, f, self.mlp_bias),
                 "mlp.down_proj": Linear(f, h, self.mlp_bias),
             }
-        names, bias = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"], True
+        names, bias = "attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj", True
         if self.family == "gpt_neox":
-            names = ["attention.query_key_value", "attention.dense"]
-            names += ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
+            names = "attention.query_key_value attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h"
             bias = self.qkv_bias
         layers = Linear(h, 3 * h, bias), Linear(h, h, bias), Linear(h, f, True), Linear(f, h, True)
-        return dict(zip(names, layers, strict=True))
+        return dict(zip(names.split(), layers, strict=True))
 
     @property
     def matrices(self) -> list[int]:
@@ -160,11 +159,10 @@ def find_architecture(model: str) -> Architecture:
     """
     if config := CONFIGS.get(name_on_hub(model)):
         return read_architecture(config, model)
-    path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
-    if not path.exists() and path.parent == Path(model):
-        raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
-    file = str(path)
-    if not path.exists():
+    file = str(Path(model, "config.json")) if Path(model).is_dir() else model
+    if not Path(file).exists():
+        if Path(model).is_dir():
+            raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
         from support.cli.hub import download_config
 
         file = download_config(model)
@@ -179,10 +177,8 @@ def read_architecture(config: dict, path: str) -> Architecture:
     """
     family = str(config.get("model_type"))
     if family not in DEFAULTS:
-        raise UserError(
-            f"--model {path}: the memory estimate does not support model_type {family}, "
-            f"only {', '.join(DEFAULTS)}."
-        )
+        problem = f"the memory estimate does not support model_type {family}"
+        raise UserError(f"--model {path}: {problem}, only {', '.join(DEFAULTS)}.")
     gpt2 = family == "gpt2"
     given = {GPT2_KEYS.get(key, key): value for key, value in config.items() if value is not None}
     value = DEFAULTS[family] | given

@@ -10,6 +10,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from support.cli.arguments import Arguments, isolates_documents
 from support.cli.ds_config import configured_strategy
@@ -68,19 +69,13 @@ def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Wo
     return None, work
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` for which, as for all smaller ones, `fits` is true.
-
-    0 if it is false for 1.
-    """
-    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
-
-
 def largest_batch(work: Workload, strategy: str, limits: Limits) -> int:
     """Return the sequences of the largest micro-batch up to 65,536 that fits; 0 if none does."""
-    return _largest(
-        lambda size: limits.hold(predict(replace(work, batch_size=size), strategy)), 65536
-    )
+
+    def exceeds(size: int) -> bool:
+        return not limits.hold(predict(replace(work, batch_size=size), strategy))
+
+    return bisect_left(range(1, 2**16 + 1), True, key=exceeds)
 
 
 def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
@@ -99,15 +94,13 @@ def fitting_split(
     work: Workload, strategy: str, holds: Callable[[MemoryEstimate], bool]
 ) -> Workload | None:
     """Return the same step in the largest micro-batches that fit, or None."""
-
-    def split(size: int) -> Workload:
-        accumulation = work.accumulation * work.batch_size // size
-        return replace(work, batch_size=size, accumulation=accumulation)
-
     batch = work.batch_size
     small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
-    sizes = sorted({*small, *(batch // n for n in small)}, reverse=True)
-    return next((split(n) for n in sizes if holds(predict(split(n), strategy))), None)
+    for size in sorted({*small, *(batch // n for n in small)}, reverse=True):
+        split = replace(work, batch_size=size, accumulation=work.accumulation * batch // size)
+        if holds(predict(split, strategy)):
+            return split
+    return None
 
 
 # ------------------------------------------------------------------------------ a run in progress
@@ -125,8 +118,7 @@ def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
             "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
             "defaults only."
         )
-    isolates = isolates_documents(args)
-    work = workload_of(args, model, ctx.world_size, ctx.precision, isolates)
+    work = workload_of(args, model, ctx.world_size, ctx.precision, isolates_documents(args))
     return replace(work, device=ctx.device.type, rank=0 if ctx.simulated else None)
 
 
@@ -136,9 +128,13 @@ def memory_limits(ctx) -> Limits:
 
     ranks = 1 if ctx.simulated else ctx.launch.local_world_size
     if ctx.device.type == "cuda":
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Limits(memory_limit(ctx.device), host, None, ranks)
+        return Limits(memory_limit(ctx.device), host_memory(), None, ranks)
     return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
+
+
+def host_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def predicted_bytes(args: Arguments, ctx, spec) -> dict[str, int] | None:
@@ -168,11 +164,7 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
     The candidates, smallest change first: another strategy with the same batch; a smaller
     micro-batch with more accumulation; gradient checkpointing; sequences of half the length.
     """
-
-    def holds(need: MemoryEstimate) -> bool:
-        return limits.hold(need, ADVISED_SHARE)
-
-    present = predict(work, strategy).total
+    holds, present = partial(limits.hold, share=ADVISED_SHARE), predict(work, strategy).total
     others = {other: predict(work, other) for other in PREFERENCE if other in work.strategies}
     needs = {f"--strategy {o}": need for o, need in others.items() if need.total < 0.98 * present}
     split = fitting_split(work, strategy, holds)
@@ -189,16 +181,13 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
 def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str]:
     """Return lines of advice with memory estimates, for a run that ran out of memory."""
     need, capacity = predict(work, strategy), f" of {limits.gpu / GB:.1f}" if limits.gpu else ""
-    estimate = f"Memory estimate for {strategy}: {need.total / GB:.1f}{capacity} GB"
+    lines = [f"Memory estimate for {strategy}: {need.total / GB:.1f}{capacity} GB"]
     if limits.hold(need, ADVISED_SHARE):
-        return [
-            f"{estimate}, which should fit. Check whether another process uses this memory. "
-            "The estimate does not include dropout or a long prompt."
-        ]
-    fitting = remedies(work, strategy, limits)
-    if not fitting:
-        return [
-            f"{estimate}. No single change makes it fit: see scripts/plan_memory.py --solve gpus."
-        ]
-    lines = [f"  {flags}: {n.total / GB:.1f}{capacity} GB" for flags, n in fitting.items()]
-    return [f"{estimate}. It would fit with one of:", *lines]
+        lines[0] += ", which should fit. Check whether another process uses this memory. "
+        lines[0] += "The estimate does not include dropout or a long prompt."
+    elif fitting := remedies(work, strategy, limits):
+        lines[0] += ". It would fit with one of:"
+        lines += [f"  {flags}: {n.total / GB:.1f}{capacity} GB" for flags, n in fitting.items()]
+    else:
+        lines[0] += ". No single change makes it fit: see scripts/plan_memory.py --solve gpus."
+    return lines

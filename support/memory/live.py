@@ -20,18 +20,13 @@ def gathered_bytes(model: torch.nn.Module) -> int:
 
     0 under strategies that do not shard parameters.
     """
-    parameters = list(model.parameters())
-    if any(hasattr(p, "ds_tensor") for p in parameters):
-        return sum(p.ds_numel * p.element_size() for p in parameters if _is_gathered(p))
-    sharded = any(is_fsdp_module(module) for module in model.modules())
-    return sum(p.nbytes for p in parameters if not is_dtensor(p)) if sharded else 0
-
-
-def _is_gathered(parameter: torch.Tensor) -> bool:
-    """Return whether ZeRO 3 has gathered a parameter; on a single rank its data is its shard."""
-    if parameter.ds_persist or parameter.ds_status.name == "NOT_AVAILABLE":
-        return False
-    return not parameter.numel() or parameter.data_ptr() != parameter.ds_tensor.data_ptr()
+    if any(is_fsdp_module(module) for module in model.modules()):
+        return sum(p.nbytes for p in model.parameters() if not is_dtensor(p))
+    of_zero3 = [p for p in model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
+    gathered = [p for p in of_zero3 if p.ds_status.name != "NOT_AVAILABLE"]
+    # On a single rank a parameter's data is its shard.
+    whole = [p for p in gathered if not p.numel() or p.data_ptr() != p.ds_tensor.data_ptr()]
+    return sum(p.ds_numel * p.element_size() for p in whole)
 
 
 def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -94,48 +94,36 @@ class MemoryByPhase:
         return {"allocated": allocated, "reserved": reserved, "peak": peak}
 
 
+@dataclass
 class StepMemory:
     """Memory during one optimizer step: live bytes at the end of each phase, and its peak.
 
     On a GPU PyTorch's allocator provides these numbers. On a CPU PyTorch's profiler records each
     allocation. That slows down the step, so it is done only if `detailed`.
-
-    Args:
-        peak: of the training device, shared by the whole run.
-        detailed: also record the phases of a step on a CPU.
-        kept_by_loss: returns the bytes that the loss of the last micro-batch kept for backward.
-
-    Attributes:
-        live: the result of `live_bytes`; with activations and logits after `end`.
-        phases: {"live": bytes, "peak": bytes} by phase after `end`; None if not recorded.
-        slows_down: the measurement slows down the step.
-        written: bytes that this process wrote to disks during the step.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer,
-        peak: DevicePeak,
-        detailed: bool,
-        kept_by_loss: Callable[[], int],
-    ):
-        self.model, self.optimizer, self.kept_by_loss = model, optimizer, kept_by_loss
-        self.device, self._peak = peak.device, peak
-        self.live: dict | None = None
-        self.phases: dict[str, dict[str, int]] | None = None
-        self._on_gpu = self.device.type == "cuda"
-        self.slows_down = detailed and not self._on_gpu
-        self.written = 0
+    model: torch.nn.Module
+    optimizer: Any
+    peak: DevicePeak  # of the training device, shared by the whole run
+    detailed: bool  # also record the phases of a step on a CPU
+    kept_by_loss: Callable[[], int]  # bytes that the last micro-batch's loss keeps for backward
+    # Results. `live` is that of `live_bytes`, after `end` with activations and logits.
+    live: dict | None = None
+    phases: dict[str, dict[str, int]] | None = None  # live and peak bytes; None if not recorded
+    written: int = 0  # bytes that this process wrote to disks during the step
+
+    def __post_init__(self) -> None:
+        self.device, self._on_gpu = self.peak.device, self.peak.device.type == "cuda"
+        self.slows_down = self.detailed and not self._on_gpu
         self._profiler: torch.autograd.profiler.profile | None = None
-        self._gathered, self._start, self._written_before = 0, 0, 0
+        self._gathered = self._start = self._written_before = 0
         self._marks: list[tuple[str, int, int]] = []  # phase, live bytes at its end, its peak
 
     def begin(self) -> None:
         """Start the measurement at the beginning of a step."""
         self._written_before = system.written_bytes()
         if self._on_gpu:
-            self._peak.mark()  # excludes earlier steps
+            self.peak.mark()  # excludes earlier steps
             self._start = torch.cuda.memory_allocated(self.device)
         elif self.slows_down:
             self._start = sum(count(all_tensors(), set()).values())
@@ -148,7 +136,7 @@ class StepMemory:
         if phase == "forward":
             self._gathered = gathered_bytes(self.model)
         if self._on_gpu:
-            self._marks.append((phase, torch.cuda.memory_allocated(self.device), self._peak.last))
+            self._marks.append((phase, torch.cuda.memory_allocated(self.device), self.peak.last))
         elif self._profiler is not None:
             with torch.profiler.record_function(f"{MARK}{phase}"):
                 pass
@@ -190,14 +178,6 @@ class StepMemory:
             sizes.update(activations=activations, logits=logits)
 
 
-class Allocation(NamedTuple):
-    """An allocation in a profile, or with a negative size a release."""
-
-    time: int
-    address: int
-    size: int
-
-
 def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, int, int]]:
     """Return (phase, live bytes at its end, peak bytes within it) for each mark in a profile.
 
@@ -216,48 +196,41 @@ def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, 
             yield event
             yield from walk(event.children)
 
-    phases: list[tuple[str, list[Allocation]]] = []
-    allocations: list[Allocation] = []
+    # By phase: time, address and size of each allocation; the size of a release is negative.
+    phases: list[tuple[str, list[tuple[int, int, int]]]] = []
+    changes: list[tuple[int, int, int]] = []
     events = walk(profiler.kineto_results.experimental_event_tree())
     for event in sorted(events, key=lambda event: event.start_time_ns):
         if event.name.startswith(MARK):
-            phases.append((event.name.removeprefix(MARK), allocations))
-            allocations = []
+            phases.append((event.name.removeprefix(MARK), changes))
+            changes = []
         elif event.name == "[memory]":
-            fields = event.typed[1]
-            allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
-    lost = _released_elsewhere(phases, at_end)
+            changes.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
+    # Released elsewhere: the address was allocated again, or has no tensor at the end. Those of a
+    # forward pass are left out: DDP keeps the buckets that it allocates in its second one.
+    lost, newest = set(), {}  # `newest` by address
+    for phase, changes in phases:
+        for change in changes:
+            _, address, size = change
+            previous = newest.pop(address, None)
+            if size > 0 and previous:
+                lost.add(previous)
+            if size > 0 and phase != "forward":
+                newest[address] = change
+    lost |= {newest[address] for address in newest.keys() - at_end}
     live, marks = start, []
-    for phase, allocations in phases:
+    for phase, changes in phases:
         peak, lost_bytes = live, 0
-        for allocation in allocations:
-            if allocation in lost:
+        for change in changes:
+            size = change[2]
+            if change in lost:
                 live -= lost_bytes
-                lost_bytes = allocation.size
-            live += allocation.size
+                lost_bytes = size
+            live += size
             peak = max(peak, live)
         live -= lost_bytes
         marks.append((phase, live, peak))
     return marks
-
-
-def _released_elsewhere(
-    phases: list[tuple[str, list[Allocation]]], at_end: set[int]
-) -> set[Allocation]:
-    """Return the allocations whose address was allocated again, or has no tensor at the end.
-
-    Those of a forward pass are left out: DDP keeps the buckets that it allocates in its second one.
-    """
-    lost: set[Allocation] = set()
-    newest: dict[int, Allocation] = {}  # by address
-    for phase, allocations in phases:
-        for allocation in allocations:
-            previous = newest.pop(allocation.address, None)
-            if allocation.size > 0 and previous is not None:
-                lost.add(previous)
-            if allocation.size > 0 and phase != "forward":
-                newest[allocation.address] = allocation
-    return lost | {newest[address] for address in newest.keys() - at_end}
 
 
 def of_this_rank(
@@ -283,21 +256,19 @@ def of_this_rank(
 
 def over_ranks(ranks: list[dict]) -> dict:
     """Return the "memory" entry of results.json; docs/OUTPUTS.md explains each key."""
-    lists = {key: [rank[key] for rank in ranks] for key in ranks[0]}
-    by_rank, phases = lists["categories_bytes_by_rank"], lists["phases_bytes"]
-    largest = None  # of any rank; None if one was not measured
-    if None not in by_rank:
-        sizes = {kind: [rank[kind] for rank in by_rank] for kind in by_rank[0]}
+    lists, largest = _by_key(ranks), None
+    by_rank, phases = lists["categories_bytes_by_rank"], _by_key(lists["phases_bytes"])
+    if None not in by_rank:  # every rank was measured
+        sizes = _by_key(by_rank)
         largest = {kind: None if None in each else max(each) for kind, each in sizes.items()}
     return {
         **lists,
-        "nvme_bytes": sum(lists["nvme_bytes"]),
-        "nvme_written_bytes_per_step": sum(lists["nvme_written_bytes_per_step"]),
+        **{key: sum(lists[key]) for key in ("nvme_bytes", "nvme_written_bytes_per_step")},
         "categories_bytes": largest,
-        "moments_bytes": lists["moments_bytes"][0],
-        "placement": lists["placement"][0],
-        "phases_bytes": {
-            phase: {kind: [rank[phase][kind] for rank in phases] for kind in kinds}
-            for phase, kinds in phases[0].items()
-        },
+        **{key: lists[key][0] for key in ("moments_bytes", "placement")},
+        "phases_bytes": {phase: _by_key(of_phase) for phase, of_phase in phases.items()},
     }
+
+
+def _by_key(ranks: list[dict]) -> dict[str, list]:
+    return {key: [rank[key] for rank in ranks] for key in ranks[0]}

@@ -50,15 +50,16 @@ def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapter
     layers = tuple(model.linear_layers())
     if r is None or targets == ALL_LINEAR:
         return Adapters(r, layers) if r else None
-    names = target_names(targets or USUAL_TARGETS[model.family])
-    for name in names:
-        if not any(is_target(layer, name) for layer in layers):
+    adapted = set()
+    for name in target_names(targets or USUAL_TARGETS[model.family]):
+        matches = {layer for layer in layers if is_target(layer, name)}
+        if not matches:
             raise UserError(
                 f"--lora_targets {name}: the memory estimate supports {', '.join(layers)}, "
                 f"and {ALL_LINEAR}."
             )
-    adapted = (layer for layer in layers if any(is_target(layer, name) for name in names))
-    return Adapters(r, tuple(adapted))
+        adapted |= matches
+    return Adapters(r, tuple(layer for layer in layers if layer in adapted))
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,9 @@ class Workload:
     @property
     def strategies(self) -> list[str]:
         """The strategies that support this workload."""
-        optimizer = OPTIMIZERS[self.optimizer]
-        return [
-            name
-            for name, row in STRATEGIES.items()
-            if optimizer.problem(row) is None and not (self.load_in_4bit and row.shards_parameters)
-        ]
+        problem, packed = OPTIMIZERS[self.optimizer].problem, self.load_in_4bit
+        supported = {name: row for name, row in STRATEGIES.items() if problem(row) is None}
+        return [name for name, row in supported.items() if not (packed and row.shards_parameters)]
 
     @property
     def trained(self) -> list[int]:
@@ -151,8 +149,8 @@ class Workload:
 
         In all other 16-bit runs DeepSpeed or FSDP2 converts the weights.
         """
-        in_16_bit_under = {"ddp": ("bf16", "fp16"), "fsdp": ("fp16",), "deepspeed": ()}
-        return self.precision in in_16_bit_under[STRATEGIES[strategy].engine]
+        precisions = {"ddp": ("bf16", "fp16"), "fsdp": ("fp16",), "deepspeed": ()}
+        return self.precision in precisions[STRATEGIES[strategy].engine]
 
     def casts_weights(self, strategy: str) -> bool:
         """Return whether autocast makes 16-bit copies of fp32 weights; frozen ones are 16-bit."""

@@ -34,8 +34,7 @@ STARTUP_SECONDS = 120  # from the start of a job to the end of its first step, i
 # Between a signal and the save: the running step, one in which the ranks agree, on a GPU one more.
 STEPS_TO_STOP = 3
 WORK, RATE = ("tokens", "max_steps"), ("measure", "results", "device")
-NEEDS = {"epochs": "tokens", "mfu": "device", "save_seconds": "time_limit"}
-NEEDS |= {"mtbf": "time_limit"}
+NEEDS = {"epochs": "tokens", "mfu": "device", "save_seconds": "time_limit", "mtbf": "time_limit"}
 
 
 class Rate(NamedTuple):
@@ -57,23 +56,17 @@ class Row(NamedTuple):
     source: str
 
 
-class Cost(NamedTuple):
-    """The cost of a run; `str` has it as text."""
+def as_dict(rows: list[Row], warning: str) -> dict[str, Any]:
+    """Return the cost of a run for --json."""
+    sources = {row.name: row.source for row in rows}
+    return {**{row.name: row.value for row in rows}, "sources": sources, "warning": warning}
 
-    rows: list[Row]
-    warning: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry of --json."""
-        values = {row.name: row.value for row in self.rows}
-        sources = {row.name: row.source for row in self.rows}
-        return {**values, "sources": sources, "warning": self.warning}
-
-    def __str__(self) -> str:
-        rows = [(row.name, row.text, row.source) for row in self.rows]
-        table = text_table(rows, ("number", "value", "source"))
-        end = "Start, evaluation, checkpoints and export of the run are not included."
-        return f"{table}\n{end}" + (f"\n⚠️  {self.warning}" if self.warning else "")
+def as_text(rows: list[Row], warning: str) -> str:
+    """Return the cost of a run as a table, with a line of warning."""
+    table = text_table([(r.name, r.text, r.source) for r in rows], ("number", "value", "source"))
+    end = "Start, evaluation, checkpoints and export of the run are not included."
+    return f"{table}\n{end}" + (f"\n⚠️  {warning}" if warning else "")
 
 
 def is_planned(args: Options) -> bool:
@@ -91,8 +84,10 @@ def is_planned(args: Options) -> bool:
     return bool(given)
 
 
-def cost_of(args: Options, work: Workload, need: MemoryEstimate, flags: list[str]) -> Cost:
-    """Return the cost of a planned run.
+def cost_of(
+    args: Options, work: Workload, need: MemoryEstimate, flags: list[str]
+) -> tuple[list[Row], str]:
+    """Return the cost of a planned run, and a warning or "".
 
     Args:
         need: the memory estimate of the run's strategy, which has the bytes that a rank sends.
@@ -111,8 +106,7 @@ def cost_of(args: Options, work: Workload, need: MemoryEstimate, flags: list[str
     rows = time_rows(args, work, rate)
     by_rate, gpu_hours = f"{rate.source} rate", rows[-1].value
     if args.price:
-        price = gpu_hours * args.price
-        source = f"{by_rate}, given: {args.price:g} per GPU-hour"
+        price, source = gpu_hours * args.price, f"{by_rate}, given: {args.price:g} per GPU-hour"
         rows.append(Row("price", price, f"${price:,.2f}", source))
     if args.watts:
         energy = gpu_hours * args.watts / 1000
@@ -121,7 +115,7 @@ def cost_of(args: Options, work: Workload, need: MemoryEstimate, flags: list[str
     if args.time_limit:
         seconds = 3600 * gpu_hours / work.world_size
         rows += slurm_rows(args, work.world_size, seconds, rows[1].value, results)
-    return Cost(rows, rate.warning)
+    return rows, rate.warning
 
 
 def time_rows(args: Options, work: Workload, rate: Rate) -> list[Row]:
@@ -218,9 +212,8 @@ def on_network(rate: Rate, work: Workload, sent: int, bandwidth: float) -> Rate:
         sent: bytes that a rank sends per step.
         bandwidth: GB (2^30 bytes) that a rank sends per second.
     """
-    tokens = work.batch_size * work.accumulation * rate.length
-    computing, sending = tokens / rate.tokens_per_second, sent / (bandwidth * GB)
-    step = computing + sending
+    tokens, sending = work.batch_size * work.accumulation * rate.length, sent / (bandwidth * GB)
+    step = tokens / rate.tokens_per_second + sending
     part = f"sending takes {sending / step:.0%} of {human_time(step)}"
     return rate._replace(tokens_per_second=tokens / step, basis=f"{rate.basis}; {part}")
 
@@ -309,10 +302,8 @@ def slurm_rows(
     startup = results.get("seconds_to_first_step") or STARTUP_SECONDS
     save = args.save_seconds or max(results.get("checkpoint_seconds") or [0])
     if not save:
-        raise UserError(
-            "--time_limit needs the time of a save: --save_seconds, or --results of a run with "
-            "--save_every."
-        )
+        given = "--save_seconds, or --results of a run with --save_every"
+        raise UserError(f"--time_limit needs the time of a save: {given}.")
     # Twice the time that the last steps and the save need, in whole minutes.
     needed = STEPS_TO_STOP * step + save
     signal = max(SIGNAL_SECONDS, 60 * math.ceil(2 * needed / 60))

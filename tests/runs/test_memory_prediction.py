@@ -1,5 +1,6 @@
 """Memory is measured, simulated and predicted, and the three agree."""
 
+import itertools
 import json
 
 import pytest
@@ -8,52 +9,49 @@ from memory_checks import WORK, assert_as_predicted, planned, simulate
 
 # Each strategy, each number of ranks and both precisions at least once; the soak has the product.
 COVERING = [
-    ("dp", 1, "fp32"),
-    ("zero1", 1, "bf16"),
-    ("zero2", 8, "fp32"),
-    ("zero3", 4, "bf16"),
-    ("offload", 2, "fp32"),
-    ("infinity", 2, "bf16"),
-    ("fsdp", 8, "bf16"),
+    ("dp", 1, "fp32", ""),
+    ("zero1", 1, "bf16", ""),
+    ("zero2", 8, "fp32", ""),
+    ("zero2", 2, "bf16", "--gradient_checkpointing"),
+    ("zero3", 4, "bf16", ""),
+    ("offload", 2, "fp32", ""),
+    ("infinity", 2, "bf16", ""),
+    ("fsdp", 8, "bf16", ""),
+    pytest.param("dp", 2, "bf16", "--lora_r 8", marks=pytest.mark.slow),
+    pytest.param("fsdp", 2, "bf16", "--lora_r 8", marks=pytest.mark.slow),
 ]
 
-PRODUCT = [
-    (strategy, ranks, precision)
-    for strategy in STRATEGIES
-    for ranks in (1, 2, 4, 8)
-    for precision in ("fp32", "bf16")
-]
+PRODUCT = [*itertools.product(STRATEGIES, (1, 2, 4, 8), ("fp32", "bf16"))]
 
 
-def check_prediction(script, model, strategy, ranks, precision, *args):
-    flags = ["--strategy", strategy, "--precision", precision, *args]
-    run = simulate(script, *model, *flags, ranks=ranks, timeout=900)
+def check_prediction(script, strategy, ranks, precision, *args):
+    """Simulate a rank, and compare its memory with the prediction."""
+    flags = [*WORK, "--strategy", strategy, "--precision", precision, *args]
+    run = simulate(script, *flags, ranks=ranks, timeout=900)
     assert run.results["simulated_world_size"] == ranks
     assert_as_predicted(run.results["memory"], run.results["strategy"], run.results["precision"])
     return run
 
 
-@pytest.mark.parametrize("strategy, ranks, precision", COVERING)
-def test_prediction_is_what_a_simulation_holds(script, strategy, ranks, precision):
-    check_prediction(script, WORK, strategy, ranks, precision)
-
-
-def test_prediction_with_checkpointing(script):
-    check_prediction(script, WORK, "zero2", 2, "bf16", "--gradient_checkpointing")
+@pytest.mark.parametrize("strategy, ranks, precision, args", COVERING)
+def test_prediction_is_what_a_simulation_holds(script, strategy, ranks, precision, args):
+    check_prediction(script, strategy, ranks, precision, *args.split())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, precision, flags",
     [
-        ("dp", "bf16", []),
-        ("zero3", "fp32", ["--isolate_documents", "--seq_length", "128"]),
-        pytest.param("fsdp", "bf16", [], marks=pytest.mark.soak),
+        ("dp", "bf16", ""),
+        ("zero3", "fp32", "--isolate_documents --seq_length 128"),
+        # Stage 3 replaces linear layers by its own, which keep their inputs although frozen.
+        ("zero3", "bf16", "--lora_r 8 --lora_targets q_proj,down_proj"),
+        pytest.param("fsdp", "bf16", "", marks=pytest.mark.soak),
     ],
 )
 def test_prediction_for_a_llama(script, llama, strategy, precision, flags):
-    model = ["--model", llama, "--dataset", "pydocs", *WORK, *flags]
-    check_prediction(script, model, strategy, 2, precision)
+    model = ["--model", llama, "--dataset", "pydocs"]
+    check_prediction(script, strategy, 2, precision, *model, *flags.split())
 
 
 IN_SOAK = [pytest.param(family, marks=pytest.mark.soak) for family in ("mistral", "qwen2")]
@@ -63,44 +61,25 @@ IN_SOAK = [pytest.param(family, marks=pytest.mark.soak) for family in ("mistral"
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox", *IN_SOAK])
 def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family):
     """From a config.json of each, with random weights; also the planner's own reading of that file."""
-    rotary = {"vocab_size": 500, "hidden_size": 96, "intermediate_size": 272}
-    rotary |= {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 128}
-    rotary |= {"bos_token_id": 0, "eos_token_id": 0}
-    grouped = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
-    config = {"model_type": family, **rotary, **grouped}
+    config = {"model_type": family, "vocab_size": 500, "hidden_size": 96, "intermediate_size": 272}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 128}
+    config |= {"bos_token_id": 0, "eos_token_id": 0}
+    config |= {} if family == "gpt_neox" else {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
     config |= {"head_dim": 24, "tie_word_embeddings": True} if family == "qwen3" else {}
     for file in tiny_tokenizer.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = ["--model", tmp_path, "--from_scratch", "--dataset", "pydocs", *WORK]
-    run = check_prediction(script, model, "zero2", 2, "bf16")
+    model = ["--model", tmp_path, "--from_scratch", "--dataset", "pydocs"]
+    run = check_prediction(script, "zero2", 2, "bf16", *model)
     found = planned("--model", tmp_path, "--gpus", 2, "--gpu_memory", 16)
     assert found["parameters"] == run.results["parameters"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy, ranks, precision, args", [("dp", 2, "bf16", []), ("fsdp", 2, "bf16", [])]
-)
-def test_prediction_for_adapters(script, strategy, ranks, precision, args):
-    check_prediction(script, [*WORK, "--lora_r", "8"], strategy, ranks, precision, *args)
-
-
-@pytest.mark.slow
-def test_prediction_for_a_llamas_adapters(script, llama):
-    """Stage 3 replaces linear layers by its own, which keep their inputs although frozen."""
-    model = ["--model", llama, "--dataset", "pydocs", *WORK, "--lora_r", "8"]
-    check_prediction(script, model, "zero3", 2, "bf16", "--lora_targets", "q_proj,down_proj")
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy, ranks, precision", PRODUCT)
-@pytest.mark.parametrize("model", ["tiny-gpt2", "gpt2"])
+@pytest.mark.parametrize("model", ["", "--model gpt2 --from_scratch --dataset pydocs"])
 def test_prediction_of_all(script, model, strategy, ranks, precision):
-    which = (
-        [] if model == "tiny-gpt2" else f"--model {model} --from_scratch --dataset pydocs".split()
-    )
-    check_prediction(script, [*which, *WORK], strategy, ranks, precision)
+    check_prediction(script, strategy, ranks, precision, *model.split())
 
 
 def test_simulation_trains_nothing_and_says_so(script):
