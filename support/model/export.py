@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,12 +79,16 @@ def finish(
     card = model_card(facts, trained.identity)
     failed, folder = export_model(trained, target, args, card)
     if failed:
-        advice = "No checkpoint could be saved, so the trained weights are lost."
         if checkpoint := trained.weights_kept(state):
             advice = (
                 f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
                 f"{checkpoint} --to hf FOLDER` exports them; so does the same run with --resume."
             )
+        else:  # often because the same disk is full
+            elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
+            elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
+            lost, folder = export_model(trained, Target(elsewhere, False), args, card)
+            advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
     results.facts["export"] = {
         "folder": str(folder),
