@@ -83,6 +83,22 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert left.exists()  # whose owner may live
 
 
+def test_temporary_folders_are_removed_after_their_owner_has_ended(tmp_path):
+    from support.files.atomic import TemporaryFolder
+
+    alive = TemporaryFolder(tmp_path, "x-")
+    dead = tmp_path / f"x-{platform.node()[:40]}-1"
+    other = tmp_path / "x-of another machine"  # whose locks may not be visible here
+    for folder in (dead, other):
+        folder.mkdir()
+        (folder / ".lock").touch()
+    mine = TemporaryFolder(tmp_path, "x-")
+    assert {*tmp_path.iterdir()} == {alive.path, other, mine.path}
+    for folder in (mine, alive):
+        folder.remove()
+    assert {*tmp_path.iterdir()} == {other}
+
+
 def test_leftovers_of_killed_runs_are_removed_and_nothing_else(tmp_path):
     from support.files.atomic import remove_leftovers
 
