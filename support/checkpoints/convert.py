@@ -50,17 +50,12 @@ class OwnCheckpoint:
         """Read the whole "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32."""
         flat = torch.empty(math.prod(self.shapes[name]))
         self._reader.read_into(flat, name, kind, 0)
-        self._reader.close()  # the pages that were read stay mapped until the file is closed
+        self._reader.files.clear()
         return flat.view(self.shapes[name])
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
-    """Write a new folder with `write`, and return it; after an error nothing remains.
-
-    Raises:
-        UserError: the target exists.
-        OSError: the disk is full, or not writable.
-    """
+    """Write a new folder with `write`, and return it; after an error nothing remains."""
     if os.path.lexists(target):
         raise UserError(f"{target} exists: name a new folder.")
     target = target.absolute()
@@ -73,12 +68,10 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
 
 
 def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes: str) -> None:
-    """Write a folder for `from_pretrained`; for LoRA adapters, a folder for peft.
+    """Write a folder for `from_pretrained`, or for LoRA adapters a folder for peft.
 
     Args:
         file_bytes: largest size of one file of weights, such as "1GB"; one is in memory at a time.
-    Raises:
-        UserError: the checkpoint has no configuration, or `file_bytes` is no size.
     """
     described = [name for name in source.manifest["files"] if name.startswith("model/")]
     if not described:
@@ -100,18 +93,20 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shapes = {rename(name): list(shape) for name, shape in source.shapes.items()}
-    try:
-        files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
-    except ValueError as error:
-        raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
+    files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
     for name in source.shapes:
         files.write(rename(name), source.read(name, "weight"))
     files.finish()
     counters, identity = source.manifest["counters"], source.manifest["identity"]
-    facts = {f"train_loss_{when}": counters[f"{when}_loss"] for when in ("first", "last")}
-    facts |= {"steps": counters["step"], "parameters": identity["hard"]["parameters"]}
-    facts |= {"model": identity["soft"]["model"], "strategy": identity["told"]["strategy"]}
-    facts |= {"world_size": identity["told"]["ranks"]}
+    facts = {
+        "train_loss_first": counters["first_loss"],
+        "train_loss_last": counters["last_loss"],
+        "steps": counters["step"],
+        "parameters": identity["hard"]["parameters"],
+        "model": identity["soft"]["model"],
+        "strategy": identity["told"]["strategy"],
+        "world_size": identity["told"]["ranks"],
+    }
     (folder / "README.md").write_text(model_card(facts, identity))
 
 
@@ -151,15 +146,12 @@ def inspect(source: OwnCheckpoint) -> str:
     counters, told = source.manifest["counters"], source.manifest["identity"]["told"]
     files = source.manifest["files"].values()
     strategy, ranks, precision = (told.get(key, "?") for key in ("strategy", "ranks", "precision"))
-    lines = [
-        f"{source.folder}",
-        f"  step {counters['step']:,}, {counters['samples']:,} samples, last loss "
-        f"{counters['last_loss']}",
-        f"  saved under {strategy} on {ranks} ranks, {precision}",
-        f"  {sum(map(math.prod, source.shapes.values())):,} parameters; of each "
-        f"{', '.join(source.kinds)} in fp32; Adam's step {source.adam_step}",
-        f"  {len(files)} files, {sum(f['bytes'] for f in files):,} bytes; every SHA-256 matches",
-        "",
-    ]
-    lines += [f"  {name}  {'×'.join(map(str, shape))}" for name, shape in source.shapes.items()]
-    return "\n".join(lines)
+    shapes = [f"  {name}  {'×'.join(map(str, shape))}" for name, shape in source.shapes.items()]
+    return f"""{source.folder}
+  step {counters["step"]:,}, {counters["samples"]:,} samples, last loss {counters["last_loss"]}
+  saved under {strategy} on {ranks} ranks, {precision}
+  {sum(map(math.prod, source.shapes.values())):,} parameters; of each {", ".join(source.kinds)} \
+in fp32; Adam's step {source.adam_step}
+  {len(files)} files, {sum(f["bytes"] for f in files):,} bytes; every SHA-256 matches
+
+""" + "\n".join(shapes)

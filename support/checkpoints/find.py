@@ -31,9 +31,6 @@ INFORMATIONAL_FLAGS = """
     from_scratch lora_dropout fused_gelu
     """.split()
 
-# Entries that earlier versions did not write, and their value in the runs of those versions.
-VALUES_BEFORE = {"isolate_documents": False, "packing": False}
-
 
 def flags_signature(args: Arguments, world_size: int) -> dict:
     """Return the part of the run signature that is known before model and data are read."""
@@ -84,13 +81,7 @@ def digest_of(value) -> str:
 
 
 def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:
-    """Raise a UserError if the run signature in a checkpoint is another run's.
-
-    Args:
-        saved: the run signature in the checkpoint; a part that is empty is not compared.
-        current: the run signature of this run, or a part of it.
-        forced: --resume_force, with which only "hard" differences are refused.
-    """
+    """Raise a UserError if a checkpoint is another run's; with `forced` only "hard" parts count."""
     for part in ("hard",) if forced else ("hard", "soft"):
         if found := _differences(saved[part], current[part]):
             advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
@@ -107,22 +98,17 @@ def report_changes(saved: dict, current: dict) -> None:
 
 
 def _differences(saved: dict, current: dict) -> list[str]:
-    before = saved and VALUES_BEFORE | saved
     return [
-        f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
+        f"{key} {shown(saved[key])} in the checkpoint, {shown(value)} in this run"
         for key, value in current.items()
-        if key in before and before[key] != value
+        if key in saved and saved[key] != value
     ]
 
 
-# ------------------------------------------------------------------ find the checkpoint
-
-
 def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | None:
-    """Find the checkpoint to resume from: the newest complete and undamaged one.
+    """Find the checkpoint to resume from: the newest complete and undamaged one, on all ranks.
 
-    Every rank calls it, and all ranks return the same. Only the flags are compared with the
-    manifest here; the model and the data are compared in `CheckpointManager.resume`.
+    Only the flags are compared with it here; model and data in `CheckpointManager.resume`.
 
     Args:
         folder: the run's output folder.
@@ -136,25 +122,19 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | 
     found = _newest(args.resume, folder / "checkpoints", ctx)
     if found is None:
         console.warn(
-            f"--resume: there is no checkpoint in {folder / 'checkpoints'} yet, so this run starts "
-            "from the beginning."
+            f"--resume: {folder} has no checkpoint yet: this run starts from the beginning."
         )
         return None
     path, manifest = found
     current = flags_signature(args, ctx.world_size)
     refuse_other_run(manifest["identity"], current, args.resume_force)
-    check_optimizer(path, manifest, OPTIMIZERS[args.optim].family)
-    return found
-
-
-def check_optimizer(path: Path, manifest: dict, family: str | None) -> None:
-    """Check that an optimizer of a family (see support/tables.py) can use a checkpoint."""
-    saved_by = manifest["optimizer"]
+    saved_by, family = manifest["optimizer"], OPTIMIZERS[args.optim].family
     if saved_by not in ("", family):
         raise UserError(
             f"--resume {path}: the checkpoint has the states of {shown(saved_by)}, and this run's "
             f"optimizer is {family}: use the same --optim."
         )
+    return found
 
 
 def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
@@ -167,8 +147,6 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
         manifest, problem = verify(candidate, ctx)
         if not problem:
             return candidate, manifest
-        if wanted and candidate == Path(wanted):
-            raise UserError(f"--resume {wanted}: {problem}.")
         console.warn(f"Skipped the checkpoint {candidate}: {problem}.")
     if wanted or candidates:
         advice = "Remove the folder to start from the beginning."
@@ -185,8 +163,7 @@ def verify(checkpoint: Path, ctx: DistContext) -> tuple[dict, str]:
     """Read a checkpoint's manifest and verify its files, of which each rank takes a part.
 
     Returns:
-        (manifest, ""), or a clause that says why it cannot be used as the second item; the same
-        on all ranks.
+        (manifest, ""), or a clause that says why it cannot be used as the second item.
     """
     manifest, problem = ctx.broadcast_from_rank0(read_manifest(checkpoint) if ctx.is_main else None)
     problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)

@@ -1,11 +1,8 @@
 """Open checkpoints of other programs, to convert them with `convert.write_checkpoint`.
 
-    Trainer       Hugging Face's: model.safetensors, optimizer.pt, trainer_state.json
-    DeepSpeed     its universal checkpoints; others of stages 1 to 3 through its ds_to_universal
-    FSDP          sharded state of torch.distributed.checkpoint, through its dcp_to_torch_save
-
-Trainer's files and universal checkpoints are read as data. DeepSpeed's other files and the
-`.metadata` of torch.distributed.checkpoint are pickles: loading one executes the code in it.
+Trainer's files and DeepSpeed's universal checkpoints are read as data. DeepSpeed's other files are
+read by its ds_to_universal, and FSDP's by torch's dcp_to_torch_save: they contain pickles, and
+loading one executes the code in it.
 """
 
 from __future__ import annotations
@@ -15,22 +12,22 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoConfig, Trainer
 
-from support.checkpoints import recognize
+from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError, first_line, refused_as
 from support.files.user_files import shown
 from support.model.weights import NO_REMOTE_CODE, from_folder
 from support.process import run_program
 from support.strategies.optimizer_shards import MOMENTS
-
-UNIVERSAL_FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
 
 @dataclass
@@ -46,19 +43,21 @@ class ForeignCheckpoint:
 
 @contextlib.contextmanager
 def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[ForeignCheckpoint]:
-    """Open a checkpoint of another program.
+    """Open a checkpoint of another program, or the newest one in a Trainer's output folder.
 
     Args:
-        folder: the checkpoint; of a Trainer's output folder the newest checkpoint is opened.
         trusted: --trust_checkpoint, whether pickles may be loaded.
         scratch: a folder for a temporary copy.
     Raises:
-        UserError: the folder is no checkpoint, or it is damaged, unsupported or not trusted.
+        UserError: it is damaged, unsupported or not trusted.
     """
-    folder = recognize.newest_of_trainer(folder)
-    deepspeed, fsdp = recognize.deepspeed_folder(folder), recognize.fsdp_folders(folder)
+    folder = newest_of_trainer(folder)
     is_universal = (folder / "zero").is_dir() or (folder / "latest_universal").is_file()
-    if (deepspeed or fsdp) and not is_universal and not trusted:
+    deepspeed = _folder_named_in(folder / "latest")
+    is_deepspeed = any(deepspeed.glob("*_states.pt"))
+    inner = (folder / name for name in ("", "pytorch_model_fsdp_0", "optimizer_0"))  # accelerate's
+    fsdp = [path for path in inner if (path / ".metadata").is_file()]
+    if (is_deepspeed or fsdp) and not is_universal and not trusted:
         raise UserError(
             f"{folder} is a checkpoint of DeepSpeed or FSDP, whose files are pickles: loading one "
             "executes the code in it. If you trust its author, add --trust_checkpoint."
@@ -66,118 +65,89 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Foreign
     with TemporaryDirectory(prefix=".convert-", dir=scratch) as temporary:
         if is_universal:
             yield _of_universal(folder, trusted)
-        elif deepspeed:
-            checkpoint = _of_universal(_to_universal(deepspeed, temporary), trusted)
-            checkpoint.step = checkpoint.adam_step
-            yield checkpoint
+        elif is_deepspeed:
+            _convert_to_universal(deepspeed, f"{temporary}/universal")
+            checkpoint = _of_universal(Path(temporary, "universal"), trusted)
+            yield replace(checkpoint, step=checkpoint.adam_step)
         else:
             yield _of_fsdp(fsdp, Path(temporary)) if fsdp else _of_trainer(folder)
 
 
 def load_tensors(path: Path, trusted: bool = False):
-    """Load a file of PyTorch; tensors are mapped from the file and read on use.
-
-    Args:
-        trusted: execute the code of the Python objects in the file, instead of refusing them.
-    """
-    try:
+    """Load a file of PyTorch, whose tensors are read on use; `trusted` executes code in it."""
+    with refused_as(f"{path} cannot be read (Python objects need --trust_checkpoint)", 200):
         return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)
-    except Exception as error:  # of a dozen classes
-        reason = shown(first_line(error), 200)
-        if "weights_only" in str(error):
-            reason = "it contains Python objects, whose code is executed with --trust_checkpoint"
-        raise UserError(f"{path} cannot be read: {reason}.") from error
 
 
-def _step_of(states: dict) -> int:
-    """Return the number of updates in the states of torch's AdamW."""
-    return max((int(state["step"]) for state in states.values()), default=0)
-
-
-# ------------------------------------------------------------------------------------------ Trainer
+def _folder_named_in(file: Path) -> Path:
+    """Return the folder next to a file whose name the file contains, or the file's own folder."""
+    name = file.read_text(errors="replace").strip() if file.is_file() else ""
+    folders = (path for path in file.parent.iterdir() if path.name == name and path.is_dir())
+    return next(folders, file.parent)  # a path to another place is the name of no folder here
 
 
 def _of_trainer(folder: Path) -> ForeignCheckpoint:
     """Open a checkpoint of Trainer with torch's AdamW, on one process or with DDP."""
     with refused_as(
         f"{folder} is not a checkpoint of Hugging Face's Trainer with torch's AdamW, of DeepSpeed "
-        f"or FSDP (real_model_example.py --model {folder} starts from its weights alone)",
+        "or FSDP (to start from its weights alone, give it to --model)",
         longest=200,
     ):
-        trainer = json.loads((folder / "trainer_state.json").read_bytes())
-        model, optimizer = _model_of(folder), load_tensors(folder / "optimizer.pt")
+        step = int(json.loads((folder / "trainer_state.json").read_bytes())["global_step"])
+        optimizer = load_tensors(folder / "optimizer.pt")
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        model, info = from_folder(str(folder), config)
+        if info["missing_keys"] or info["mismatched_keys"]:
+            raise ValueError("the model's files do not have all of its weights")
         states = _states_of(model, optimizer)
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        return ForeignCheckpoint(weights, states, _step_of(states), int(trainer["global_step"]))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    adam_step = max((int(state["step"]) for state in states.values()), default=0)
+    return ForeignCheckpoint(weights, states, adam_step, step)
 
 
-def _model_of(folder: Path) -> nn.Module:
-    """Load the model of a checkpoint of Trainer, without code from the folder."""
-    from transformers import AutoConfig
-
-    if (folder / "adapter_config.json").exists():
-        raise ValueError("it has adapters only, which cannot be imported")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
-    model, info = from_folder(str(folder), config)
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[problem]:
-            raise ValueError(f"{problem.replace('_', ' ')} {next(iter(info[problem]))}")
-    return model
-
-
-def _states_of(model: nn.Module, optimizer: dict) -> dict[str, dict]:
-    """Return {parameter name: its entry in optimizer.pt}.
-
-    optimizer.pt numbers the parameters by their position in the optimizer's groups: first those
-    with weight decay, then the others, each in the model's order.
-    """
-    from transformers import Trainer
-
+def _states_of(model: torch.nn.Module, optimizer: dict) -> dict[str, dict]:
+    """Return {parameter name: its entry in optimizer.pt}, which numbers first those with decay."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # does not use the first argument
-    order = [n for n in shapes if n in decayed] + [n for n in shapes if n not in decayed]
+    order = sorted(shapes, key=lambda name: name not in decayed)
     numbers = chain(*(group["params"] for group in optimizer["param_groups"]))
-    states = {}
-    for name, number in zip(order, numbers, strict=True):
-        if state := optimizer["state"].get(number):  # a weight without a gradient has none
-            states[name] = state
-            if any(state[kind].shape != shapes[name] for kind in MOMENTS):
-                raise ValueError("the shapes of its moments do not fit the model")
+    states = {
+        name: optimizer["state"][number]
+        for name, number in zip(order, numbers, strict=True)
+        if number in optimizer["state"]  # a weight without a gradient has none
+    }
+    if any(state[kind].shape != shapes[name] for name, state in states.items() for kind in MOMENTS):
+        raise ValueError("the shapes of its moments do not fit the model")
     return states
 
 
-# ------------------------------------------------------------------------------- DeepSpeed and FSDP
-
-
-def _to_universal(folder: Path, scratch: str) -> Path:
+def _convert_to_universal(folder: Path, target: str) -> None:
     """Convert a checkpoint of DeepSpeed's stages 1 to 3 with DeepSpeed, in a subprocess."""
     # One worker: two would start processes that import torch again.
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
-    command += ["--input_folder", str(folder.absolute()), "--output_folder", f"{scratch}/universal"]
+    command += ["--input_folder", str(folder.absolute()), "--output_folder", target]
     code, output = run_program(command, {**os.environ, "DS_ACCELERATOR": "cpu"})
     if code:
-        last_line = output.strip().rpartition("\n")[2]
-        raise UserError(f"{folder}: DeepSpeed's ds_to_universal failed: {shown(last_line, 300)}")
-    return Path(scratch, "universal")
+        last = output.strip().rpartition("\n")[2]
+        raise UserError(f"{folder}: DeepSpeed's ds_to_universal failed: {shown(last, 300)}")
 
 
 def _of_universal(folder: Path, trusted: bool) -> ForeignCheckpoint:
     """Open a universal checkpoint: the folder that contains `zero/`, or its parent."""
-    zero = (recognize.named_in(folder / "latest_universal") or folder) / "zero"
-    folders = {
-        path.parent.relative_to(zero).as_posix(): path.parent for path in zero.rglob("fp32.pt")
-    }
-    # A tied weight may be stored twice, the second time under its other name without moments.
-    trained = [name for name in sorted(folders) if (folders[name] / "exp_avg.pt").is_file()]
+    zero = _folder_named_in(folder / "latest_universal") / "zero"
+    found = [path.parent for path in sorted(zero.rglob("fp32.pt"))]
+    folders = {path.relative_to(zero).as_posix(): path for path in found}
     if not folders:
         raise UserError(f"{folder} is not a DeepSpeed universal checkpoint: no zero/*/fp32.pt.")
+    # A tied weight may be stored twice, the second time under its other name without moments.
+    trained = [name for name in folders if (folders[name] / "exp_avg.pt").is_file()]
 
-    def read(name: str, kind: str) -> torch.Tensor:
-        tensor = load_tensors(folders[name] / UNIVERSAL_FILES[kind])
+    def read(name: str, file: str) -> torch.Tensor:
+        tensor = load_tensors(folders[name] / f"{file}.pt")
         return tensor["param"] if isinstance(tensor, dict) else tensor
 
-    weights = {name: read(name, "weight") for name in trained or sorted(folders)}
+    weights = {name: read(name, "fp32") for name in trained or folders}
     states = {name: {kind: read(name, kind) for kind in MOMENTS} for name in trained}
     if not trained:
         step = 0
@@ -191,41 +161,27 @@ def _of_universal(folder: Path, trusted: bool) -> ForeignCheckpoint:
 
 def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
     """Open sharded state with the names of get_model_state_dict and get_optimizer_state_dict."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     weights: dict = {}
     states: dict = {}
-    for folder in folders:
-        file = scratch / f"{folder.name}.pt"
-        try:
+    try:
+        for folder in folders:
+            file = scratch / f"{folder.name}.pt"
             dcp_to_torch_save(folder, file)
-        except (CheckpointException, Exception) as error:  # the first is a BaseException
-            raise UserError(
-                f"{folder}: .metadata or a file with its tensors cannot be read by torch's "
-                f"dcp_to_torch_save: {shown(first_line(error), 200)}."
-            ) from error
-        for part in _parts_of(load_tensors(file)):
-            if "param_groups" in part:
-                states = part["state"]
-            else:
-                weights = weights or part
-    complete = all(state.keys() >= {"step", *MOMENTS} for state in states.values())
-    if not (weights and complete and states.keys() <= weights.keys()):
+            parts = [load_tensors(file)]
+            for part in parts:  # grows: the states may be nested
+                if "param_groups" in part:
+                    states = part["state"]
+                elif all(isinstance(value, torch.Tensor) for value in part.values()):
+                    weights = weights or part
+                else:
+                    parts += [value for value in part.values() if isinstance(value, dict)]
+        complete = all(state.keys() >= {"step", *MOMENTS} for state in states.values())
+        if not (weights and complete and states.keys() <= weights.keys()):
+            raise ValueError("no weights and AdamW states under the same names")
+    except (CheckpointException, Exception) as error:  # the first is a BaseException
         raise UserError(
-            f"{folders[0]} does not contain the weights of a model and their AdamW states under "
-            "the names of get_model_state_dict and get_optimizer_state_dict."
-        )
-    step = _step_of(states)
+            f"{folders[0]}: .metadata or its tensors cannot be read as what get_model_state_dict "
+            f"and get_optimizer_state_dict return: {shown(first_line(error), 200)}."
+        ) from error
+    step = max((int(state["step"]) for state in states.values()), default=0)
     return ForeignCheckpoint(weights, states, step, step)  # the format has no step of the run
-
-
-def _parts_of(tree) -> Iterator[dict]:
-    """Yield the model's weights and the optimizer's state in a nested dictionary."""
-    if isinstance(tree, dict) and tree:
-        is_model = all(isinstance(value, torch.Tensor) for value in tree.values())
-        if is_model or tree.keys() >= {"state", "param_groups"}:
-            yield tree
-        else:
-            for value in tree.values():
-                yield from _parts_of(value)

@@ -22,9 +22,6 @@ BUFFERS = "model/buffers.safetensors"
 ADAFACTOR_STATES = "optimizer.safetensors"  # they have no element for each weight
 
 
-# ---------------------------------------------------------------------------------- names on disk
-
-
 def step_folder(folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
@@ -50,17 +47,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def candidates_in(path: Path) -> list[Path]:
-    """Return the checkpoints that a path may mean, newest first, without checking them.
-
-    Args:
-        path: a checkpoint's folder, a run's folder, or a run's folder of checkpoints.
-    """
+    """Return the checkpoints, newest first, of a run's folder, its `checkpoints`, or of one."""
     if STEP_NAME.fullmatch(path.name) or (path / "manifest.json").exists():
         return [path]
     return list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-
-
-# ----------------------------------------------------------------------------------- the manifest
 
 
 def open_checkpoint(path: Path) -> tuple[Path, dict]:
@@ -71,23 +61,19 @@ def open_checkpoint(path: Path) -> tuple[Path, dict]:
     Raises:
         UserError: there is no checkpoint, or it is incomplete or damaged.
     """
-    candidates = candidates_in(path)
-    if not candidates:
+    newest = next(iter(candidates_in(path)), None)
+    if newest is None:
         raise UserError(
-            f"{path} contains no checkpoint: a run saves them with --save_every or --save_epochs."
+            f"{path} contains no checkpoint: a run needs --save_every or --save_epochs."
         )
-    manifest, problem = read_manifest(candidates[0])
-    if problem := problem or find_damage(candidates[0], manifest):
-        raise UserError(f"{candidates[0]}: {problem}.")
-    return candidates[0], manifest
+    manifest, problem = read_manifest(newest)
+    if problem := problem or find_damage(newest, manifest):
+        raise UserError(f"{newest}: {problem}.")
+    return newest, manifest
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write manifest.json, which makes a checkpoint complete.
-
-    Args:
-        manifest: without format version and digest.
-    """
+    """Add format version and digest, and write manifest.json, which completes a checkpoint."""
     # The digest is of the manifest as it will be read: JSON turns tuples into lists, for example.
     manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))
     text = json.dumps({**manifest, "sha256": digest_of_json(manifest)})
@@ -131,11 +117,7 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
 
 
 def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
-    """Return a clause about the first listed file that is missing or was changed, or "".
-
-    Args:
-        part, parts: verify only every `parts`-th file, from number `part` on.
-    """
+    """Return a clause about a damaged one of every `parts`-th file from `part` on, or ""."""
     for name, entry in list(manifest["files"].items())[part::parts]:
         try:
             if not (checkpoint / name).is_file():

@@ -23,7 +23,6 @@ from support import console
 from support.checkpoints import format as files
 from support.checkpoints.find import (
     Found,
-    check_optimizer,
     find_checkpoint,
     refuse_other_run,
     report_changes,
@@ -78,14 +77,11 @@ class CheckpointManager:
         self.may_save = not (args.eval_only or args.no_save)
         self._stop = DelayedFlag()
 
-    # ------------------------------------------------------------------------------------- resuming
-
     def resume(self, found: Found | None) -> dict:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
 
         Raises:
             UserError: the checkpoint does not fit this run.
-            TrainingError: a file cannot be read.
         """
         if self.may_save:
             self.ctx.stop.defer()
@@ -113,7 +109,6 @@ class CheckpointManager:
 
     def _load_weights(self, path: Path, manifest: dict) -> None:
         """Load weights, optimizer states and buffers, after a check of all shapes."""
-        check_optimizer(path, manifest, self.state.family)
         check_shapes(path, manifest, self.state)
         if files.ADAFACTOR_STATES in manifest["files"]:
             self.state.load_adafactor_states(load_file(path / files.ADAFACTOR_STATES))
@@ -125,12 +120,9 @@ class CheckpointManager:
         self._loaded_from = path
 
     def take_over(self, best: dict | None, clean: bool) -> None:
-        """Prepare the folder of checkpoints for this run, when all checks have passed.
+        """Rename checkpoints after the resumed one, when all checks of the run have passed.
 
-        Checkpoints after the resumed one are renamed: they are damaged, or of a replaced run.
-
-        Args:
-            clean: remove the unfinished files of killed runs: no other run uses the folder.
+        They are damaged, or of a replaced run. `clean` also removes what killed runs left.
         """
         if not self.ctx.is_main:
             return
@@ -143,34 +135,22 @@ class CheckpointManager:
             self._mark("best", best["step"])
 
     def load_best(self, best: int, now: int) -> None:
-        """Load the weights of the step with the best evaluation, at the end of training.
-
-        If it is damaged or missing, the weights of the step `now` stay, with a warning.
-        """
+        """Load the weights of the best evaluation's step; if damaged, those of `now` stay."""
         best_folder = files.step_folder(self.folder, best)
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
         manifest, problem = verify(best_folder, self.ctx)
         if problem:
-            console.warn(
-                f"--load_best_at_end: {best_folder} cannot be used, so the model keeps the last "
-                f"weights: {problem}."
-            )
+            console.warn(f"--load_best_at_end: last weights, as in {best_folder} {problem}.")
             return
         free_gathered_weights(self.model)
         self._load_weights(best_folder, manifest)
         self.best_is_loaded = True
         console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
 
-    # --------------------------------------------------------------------------------------- saving
-
     def stop_requested(self, stop: torch.Tensor) -> bool:
-        """Whether to save and stop, because a rank received a stop signal.
-
-        Args:
-            stop: scalar tensor, above 0 if any rank received a stop signal; equal on all ranks.
-        """
+        """Whether to save and stop; `stop` is a scalar, above 0 if a rank received a signal."""
         return self.may_save and self._stop.read(stop)
 
     def after_evaluation(self, state: TrainState) -> None:
@@ -187,11 +167,7 @@ class CheckpointManager:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
 
     def save_before_stop(self, state: TrainState) -> None:
-        """Save a checkpoint because of a stop signal.
-
-        Raises:
-            TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
-        """
+        """Save a checkpoint because of a stop signal, or raise a TrainingError."""
         if not self.may_save:
             raise TrainingError("Stopped by a signal, without a checkpoint.")
         self.save(state)
@@ -286,10 +262,9 @@ class CheckpointManager:
             console.warn(f"checkpoints/latest cannot be written: {error.strerror}.")
 
     def weights_kept(self, state: TrainState | None) -> Path | None:
-        """Return a checkpoint with the model's present weights; None if there is none.
+        """Return a checkpoint with the weights of a model whose export failed, or None.
 
-        For an export that failed: one is saved if necessary, also with --no_save. `state` is None
-        for a run that was complete before it was resumed.
+        One is saved if necessary, also with --no_save. `state` is None for a completed run.
         """
         if self.best_is_loaded or state is None:
             return self._loaded_from

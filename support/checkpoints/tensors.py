@@ -23,13 +23,7 @@ PIECE_FILE_BYTES = 256 << 20
 
 
 def sharded_state(model: nn.Module, optimizer, device: torch.device) -> ShardedState:
-    """Return the masters of this rank, in the layout that the strategy uses.
-
-    Args:
-        model: without the wrapper of DDP or DeepSpeed.
-        optimizer: as the strategy created it; for DeepSpeed its wrapper.
-        device: of the tensors that ranks exchange.
-    """
+    """Return the masters of this rank of an unwrapped model, in the layout of the strategy."""
     if not hasattr(optimizer, "optimizer"):
         return PlainState(model, optimizer, device)
     from support.strategies.zero_shards import Zero3State, Zero12State
@@ -101,17 +95,17 @@ def write_shards(writer: PieceWriter, state: ShardedState, world_size: int) -> N
 
 
 class PieceReader:
-    """Reader for any range of elements of any parameter in a checkpoint."""
+    """Reader for any range of elements of any parameter in a checkpoint.
+
+    Attributes:
+        files: the open files; what was read of a file stays mapped until it is closed.
+    """
 
     def __init__(self, folder: Path, manifest: dict):
-        self.folder, self._files = folder, {}
+        self.folder, self.files = folder, {}
         self._pieces: dict[str, list[dict]] = {}
         for piece in manifest["pieces"]:
             self._pieces.setdefault(piece["name"], []).append(piece)
-
-    def close(self) -> None:
-        """Close the open files; the next read opens them again."""
-        self._files.clear()
 
     def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
         """Fill a flat tensor with a parameter's elements from `start` on; missing moments are 0.
@@ -131,9 +125,9 @@ class PieceReader:
                 part.zero_()
             else:
                 file = piece["file"]
-                if file not in self._files:
-                    self._files[file] = safe_open(self.folder / file, framework="pt")
-                saved = self._files[file].get_slice(f"{name}@{first}/{kind}")
+                if file not in self.files:
+                    self.files[file] = safe_open(self.folder / file, framework="pt")
+                saved = self.files[file].get_slice(f"{name}@{first}/{kind}")
                 part.copy_(saved[begin - first : end - first])
         if filled != flat.numel():
             raise TrainingError(

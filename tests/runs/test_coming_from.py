@@ -33,14 +33,9 @@ ALPACA = [
     {"instruction": f"Add {n} and 1.", "input": "", "output": f"The sum is {n + 1}."}
     for n in range(40)
 ]
+ROLES = {"user": "instruction", "assistant": "output"}
 CHATS = [
-    {
-        "source": "written",
-        "messages": [
-            {"role": "user", "content": row["instruction"]},
-            {"role": "assistant", "content": row["output"]},
-        ],
-    }
+    {"source": "written", "messages": [{"role": r, "content": row[k]} for r, k in ROLES.items()]}
     for row in ALPACA
 ]
 DATASETS = {
@@ -48,10 +43,6 @@ DATASETS = {
     "tatsu-lab/alpaca": [{**row, "text": "all of it"} for row in ALPACA],
     "trl-lib/Capybara": CHATS,
 }
-
-
-def arguments(command: str) -> list[str]:
-    return shlex.split(command.partition("real_model_example.py ")[2])
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +75,7 @@ def named(tmp_path_factory, llama):
 def test_command_as_written(script, named, tmp_path, command):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "alpaca_en_demo.json").write_text(json.dumps(ALPACA))
-    given = arguments(command)
+    given = shlex.split(command.partition("real_model_example.py ")[2])
     run = script(
         *given,
         env={"HF_ENDPOINT": named.url, "HF_HOME": tmp_path / "hf", "HF_TOKEN": TOKEN},

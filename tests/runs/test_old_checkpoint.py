@@ -29,26 +29,13 @@ def test_old_checkpoint_resumes(script, tmp_path, strategy, ranks, accumulation)
     dropout, so those runs are compared loosely.
     """
     project = shutil.copytree(FIXTURE, tmp_path / "project")
-    script(
-        *WORK,
-        "--strategy",
-        strategy,
-        "--gradient_accumulation_steps",
-        str(accumulation),
-        launcher="python" if ranks == 1 else "torchrun",
-        ranks=ranks,
-        cwd=project,
-        folder=project / "run",
-    )
-    resumed = read_metrics(project / "run" / "metrics.jsonl")
-    expected = read_metrics(FIXTURE / "metrics_of_whole_run.jsonl")
+    flags = ["--strategy", strategy, "--gradient_accumulation_steps", accumulation]
+    under = {"launcher": "python" if ranks == 1 else "torchrun", "ranks": ranks}
+    resumed = script(*WORK, *flags, **under, cwd=project, folder=project / "run").metrics
+    text = (FIXTURE / "metrics_of_whole_run.jsonl").read_text()
+    expected = [json.loads(line) for line in text.splitlines()]
     assert [record["step"] for record in resumed] == [record["step"] for record in expected]
     tolerance = 1e-3 if ranks == 1 else 2e-2
     for record, wanted in zip(resumed, expected, strict=True):
         name = "loss" if "loss" in wanted else "eval_loss"
         assert record[name] == pytest.approx(wanted[name], rel=tolerance), record
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,16 +1,12 @@
 """Checkpoints of a model of one layer, saved and loaded in this process."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from one_rank import one_rank
 
-from support.checkpoints import manager as checkpoint
-from support.checkpoints.find import find_checkpoint
 from support.checkpoints.tensors import PieceWriter, read_shards, sharded_state, write_shards
-from support.cli.parse import parse_arguments
 from support.strategies import gradients, moments_8bit
 
 CPU = torch.device("cpu")
@@ -30,38 +26,6 @@ def updated(create, inputs=80, outputs=64) -> tuple[torch.nn.Linear, torch.optim
     model(torch.randn(4, inputs)).square().sum().backward()
     optimizer.step()
     return model, optimizer
-
-
-@pytest.fixture
-def manager(ctx, tmp_path, monkeypatch):
-    """A CheckpointManager of a layer, in tmp_path."""
-    model, optimizer = updated(torch.optim.AdamW, 3, 2)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    objects = checkpoint.TrainingObjects(model, optimizer, scaler, None, torch.zeros(()))
-    args = parse_arguments(["--resume", "--output_dir", str(tmp_path)])
-    same = {"hard": {}, "soft": {}, "told": {}}
-    monkeypatch.setattr(checkpoint, "run_signature", lambda *_: same)
-    spec = SimpleNamespace(lora=None, describe=lambda folder: folder.mkdir())
-    return checkpoint.CheckpointManager(args, ctx, tmp_path, objects, spec, {})
-
-
-def counters(step: int):
-    """What a manager reads of a run's counters."""
-    saved = {**checkpoint.NEW_RUN, "step": step, "samples": step}
-    return SimpleNamespace(step=step, best=None, at_end_of_epoch=False, counters=lambda: saved)
-
-
-def test_saved_state_is_loaded(manager, ctx, tmp_path):
-    manager.save(counters(1))
-    weight = manager.module.weight.detach().clone()
-    moment = manager.state.base.state[manager.module.weight]["exp_avg"].clone()
-    with torch.no_grad():
-        manager.module.weight.zero_()
-    manager.state.base.state.clear()
-    assert manager.resume(find_checkpoint(manager.args, ctx, tmp_path))["step"] == 1
-    assert torch.equal(manager.module.weight, weight)
-    assert torch.equal(manager.state.base.state[manager.module.weight]["exp_avg"], moment)
-    assert manager.state.adam_step == 1
 
 
 @pytest.mark.parametrize("elements", [1, 6, 100])

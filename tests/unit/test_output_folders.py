@@ -6,25 +6,29 @@ import platform
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from support.checkpoints.foreign import open_foreign
+from support.errors import UserError
 from support.files.atomic import finish_folder, remove, start_folder
 
 
-@pytest.mark.parametrize("content", ["..", "/etc", "../other"])
+@pytest.mark.parametrize("content", ["../other", "/etc", ".."])
 def test_a_mark_names_a_folder_next_to_it(tmp_path, content):
-    from support.checkpoints.recognize import named_in
-
-    (tmp_path / "other").mkdir()
+    """A DeepSpeed checkpoint that names a folder elsewhere is not opened there."""
+    weight = tmp_path / "other" / "zero" / "weight"
+    weight.mkdir(parents=True)
+    torch.save(torch.zeros(1), weight / "fp32.pt")
+    (tmp_path / "zero").symlink_to(tmp_path / "other" / "zero")
     (tmp_path / "universal").mkdir()
     (tmp_path / "universal" / "latest_universal").write_text(content)
-    assert named_in(tmp_path / "universal" / "latest_universal") is None
+    opened = open_foreign(tmp_path / "universal", trusted=True, scratch=tmp_path)
+    with pytest.raises(UserError, match="no zero"), opened:
+        pass
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02cos\nsystem\nU\x04trueR."])
 def test_files_of_another_program_are_data(tmp_path, content):
-    from support.checkpoints.foreign import open_foreign
-    from support.errors import UserError
-
     place = tmp_path / "zero" / "weight"
     place.mkdir(parents=True)
     (place / "fp32.pt").write_bytes(content)
@@ -79,6 +83,22 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert left.exists()  # whose owner may live
 
 
+def test_temporary_folders_are_removed_after_their_owner_has_ended(tmp_path):
+    from support.files.atomic import TemporaryFolder
+
+    alive = TemporaryFolder(tmp_path, "x-")
+    dead = tmp_path / f"x-{platform.node()[:40]}-1"
+    other = tmp_path / "x-of another machine"  # whose locks may not be visible here
+    for folder in (dead, other):
+        folder.mkdir()
+        (folder / ".lock").touch()
+    mine = TemporaryFolder(tmp_path, "x-")
+    assert {*tmp_path.iterdir()} == {alive.path, other, mine.path}
+    for folder in (mine, alive):
+        folder.remove()
+    assert {*tmp_path.iterdir()} == {other}
+
+
 def test_leftovers_of_killed_runs_are_removed_and_nothing_else(tmp_path):
     from support.files.atomic import remove_leftovers
 
@@ -96,7 +116,6 @@ def test_leftovers_of_killed_runs_are_removed_and_nothing_else(tmp_path):
 def test_the_folder_of_a_run_is_not_a_model(tmp_path):
     """The error names the exported model in it."""
     from support.cli.parse import parse_arguments
-    from support.errors import UserError
     from support.startup import check_model_path
 
     (tmp_path / "hf").mkdir()
@@ -106,7 +125,6 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
 
 
 def test_a_folder_that_not_all_nodes_share_is_refused(tmp_path):
-    from support.errors import UserError
     from support.report.results import check_all_see
 
     (tmp_path / ".lock").touch()
