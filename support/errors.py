@@ -95,12 +95,13 @@ class FirstError:
 
 
 def first_line(error: BaseException, longest: int | None = None) -> str:
-    """Return the first line of an error message, or the class name if it is empty.
+    """Return the first line of an error message, without colors; if it is empty, the class name.
 
     Args:
         longest: the largest number of characters; None: no limit.
     """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest].strip()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()  # torch prints some words in bold
+    return (text.splitlines() or [type(error).__name__])[0][:longest].strip()
 
 
 @contextlib.contextmanager
