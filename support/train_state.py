@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 # The counters that a checkpoint saves, with their values in a new run.
-NEW_RUN = {
-    **{"step": 0, "samples": 0, "tokens": 0, "best": None},
-    **{"training_seconds": 0.0, "first_loss": None, "last_loss": None},
-}
+NEW_RUN: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "best": None}
+NEW_RUN |= {"training_seconds": 0.0, "first_loss": None, "last_loss": None}
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class TrainState:
     patience: int | None = None  # evaluations without improvement that end the run; None: no limit
     step: int = 0  # optimizer steps done
     samples: int = 0  # sequences of these steps, over all ranks
+    step_samples: int = 0  # sequences of the last step
     tokens: int = 0  # tokens of these steps, over all ranks
     # {"loss", "step", "waited": evaluations since} of the best evaluation; None before the first.
     best: dict | None = None
@@ -92,7 +91,8 @@ class TrainState:
 
     def advance(self) -> None:
         """Count one optimizer step."""
-        self.samples += min(self.global_batch, self.num_sequences - self.position)
+        self.step_samples = min(self.global_batch, self.num_sequences - self.position)
+        self.samples += self.step_samples
         self.step += 1
 
     def add_evaluation(self, loss: float) -> None:

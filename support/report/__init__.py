@@ -2,9 +2,8 @@
 
 run              a run from its output folder to the exported model: results.json, metrics.jsonl
 results          the output folder, the content of results.json, and the lines that show it
-metrics_file     reads and writes metrics.jsonl
+metrics_file     reads and writes metrics.jsonl, and draws loss.png
 step_meter       measures a step: time by phase, memory, traffic
-loss_curve       loss.png: the losses of a run
 profiling        --profile and --memory_snapshot: recordings for other tools
 trackers         --report_to: the numbers of metrics.jsonl in TensorBoard and Weights & Biases
 compare          reads runs, and compares each with the first: numbers and losses

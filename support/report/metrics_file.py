@@ -1,12 +1,14 @@
-"""metrics.jsonl: one JSON object per line, for each optimizer step and each evaluation."""
+"""metrics.jsonl, one JSON object for each optimizer step and evaluation, and its curve loss.png."""
 
 from __future__ import annotations
 
 import json
+import logging
+from functools import partial
 from pathlib import Path
 
 from support import console
-from support.files.atomic import only_finite, write_text
+from support.files.atomic import only_finite, write_atomically, write_text
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
@@ -38,7 +40,6 @@ class MetricsFile:
     def __init__(self, path: Path):
         self.path = path
         self._unwritten = b""  # what did not fit on a full disk
-        self._warned = False
 
     def cut_at(self, step: int) -> None:
         """Remove the records after a checkpoint, because these steps are trained again."""
@@ -50,16 +51,44 @@ class MetricsFile:
 
     def append(self, *records: dict) -> None:
         """Write records; if the disk is full, print a notice and keep them for the next call."""
+        waiting = self._unwritten
         self._unwritten += b"".join(json.dumps(only_finite(r)).encode() + b"\n" for r in records)
         try:
             with open(self.path, "ab", buffering=0) as file:
                 while self._unwritten:  # a nearly full disk may take a part of a line
                     self._unwritten = self._unwritten[file.write(self._unwritten) :]
-            self._warned = False
         except OSError as error:
-            if not self._warned:
+            if not waiting:
                 console.warn(
                     f"{self.path} cannot be written ({error.strerror}): training continues, and "
                     "the missing lines are written as soon as there is space."
                 )
-            self._warned = True
+
+
+def draw_losses(metrics: Path) -> None:
+    """Draw the training and evaluation losses over the steps into loss.png, next to metrics.jsonl.
+
+    Does nothing if fewer than two steps are logged.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: a file cannot be read or written.
+    """
+    records, _ = read_metrics(metrics)
+    trained, evaluated = (
+        [(record["step"], record[key]) for record in records if record.get(key) is not None]
+        for key in ("loss", "eval_loss")
+    )
+    if len(trained) < 2:
+        return
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.plot(*zip(*trained, strict=True), color="#56B4E9", linewidth=1, label="training")
+    if evaluated:
+        axes.plot(*zip(*evaluated, strict=True), "o-", color="#D55E00", label="evaluation")
+    axes.legend(frameon=False)
+    save = partial(figure.savefig, format="png", dpi=100)
+    write_atomically(metrics.with_name("loss.png"), save)

@@ -17,10 +17,11 @@ FIRST, RECORDED = 3, 3  # the first step of a trace, and the number of its steps
 SNAPSHOT_ENTRIES = 100_000  # allocations and releases that the snapshot keeps
 
 
-def start_trace(folder: str, ctx: DistContext) -> torch.profiler.profile:
+def start_trace(folder: str, ctx: DistContext) -> tuple[torch.profiler.profile, Callable[[], None]]:
     """Start PyTorch's profiler (--profile), which writes a file for each rank after its last step.
 
-    Call its `step` after each step, and its `stop` at the end of the run.
+    Returns:
+        The profiler, whose `step` is called after each step, and a function for the end of the run.
     """
     path = Path(folder) / f"trace-rank{ctx.rank}.json"
     create_folder("--profile", path.parent)
@@ -33,15 +34,21 @@ def start_trace(folder: str, ctx: DistContext) -> torch.profiler.profile:
     schedule = torch.profiler.schedule(wait=FIRST - 2, warmup=1, active=RECORDED, repeat=1)
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, profile_memory=True)
     profiler.start()
-    return profiler
+
+    def stop() -> None:
+        profiler.stop()
+        if profiler.step_num < FIRST:
+            console.warn("--profile: the run was too short for a trace.")
+
+    return profiler, stop
 
 
-def record_memory(file: str, ctx: DistContext) -> Callable[[], str]:
+def record_memory(file: str, ctx: DistContext) -> Callable[[], None]:
     """Record every allocation on the GPU with its stack (--memory_snapshot).
 
     Returns:
-        A function that writes the file, one for each rank, and returns a line that names it. It is
-        also called when memory runs out.
+        A function that writes the file, one for each rank, and prints its name. The file is also
+        written when memory runs out.
     Raises:
         UserError: there is no GPU.
     """
@@ -60,4 +67,4 @@ def record_memory(file: str, ctx: DistContext) -> Callable[[], str]:
         return f"📁 {path} (for pytorch.org/memory_viz)"
 
     MONITOR.memory_facts.append(lambda: [write()])
-    return write
+    return lambda: console.print0(write())

@@ -46,14 +46,12 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
 
     Returns:
         The folder; on rank 0 its lock file, or None on a file system without locks.
-
     Raises:
         UserError: the folder cannot be created, is in use by another run, has checkpoints that no
             flag allows to replace, or is not on a disk that all nodes share although the run writes
             checkpoints or the export.
     """
-    lock = None
-    started = time.strftime("%Y%m%d-%H%M%S")
+    lock, started = None, time.strftime("%Y%m%d-%H%M%S")
     name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
     if ctx.is_main:
         while not args.output_dir and Path(name).exists():  # two runs started in the same second
@@ -83,12 +81,12 @@ def check_all_see(folder: Path, ctx: DistContext) -> None:
     All ranks call it at the start, so that the run does not fail hours later at its first save.
     """
     deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
-    while not (folder / ".lock").exists() and time.monotonic() < deadline:
+    while not (sees := (folder / ".lock").exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    hosts = ctx.all_gather("" if (folder / ".lock").exists() else platform.node())
-    if hosts_without_folder := sorted({*hosts} - {""}):
+    blind = {*ctx.all_gather("" if sees else platform.node())} - {""}
+    if blind:
         raise UserError(
-            f"--output_dir {folder} is on no disk that {', '.join(hosts_without_folder)} shares "
+            f"--output_dir {folder} is on no disk that {', '.join(sorted(blind))} shares "
             "with rank 0: name one that all nodes see, or add --no_save --no_export."
         )
 
@@ -97,7 +95,8 @@ def check_all_see(folder: Path, ctx: DistContext) -> None:
 
 
 def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
-    """Return the content of results.json before anything is loaded."""
+    """Return the content of results.json before anything is loaded; `hardware` is this rank's."""
+    gpu = torch.cuda.get_device_properties(ctx.device) if ctx.device.type == "cuda" else None
     return {
         "schema_version": 1,
         "status": "running",
@@ -108,7 +107,14 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "flags": {name: redact_value(value) for name, value in settings_of(args).items()},
         "code_digest": code_digest(),
         "versions": versions(),
-        "hardware": hardware(ctx.device),
+        "hardware": {
+            "host": platform.node(),
+            "cpu": cpu_fact("model name") or platform.processor() or platform.machine(),
+            "cores": available_cores(),
+            "ram_bytes": psutil.virtual_memory().total,
+            "gpu": gpu.name if gpu else None,
+            "gpu_memory_bytes": gpu.total_memory if gpu else None,
+        },
         "strategy": args.strategy,
         "model": args.model,
         "world_size": ctx.real_world_size,
@@ -123,24 +129,6 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "global_batch_size": global_batch(args, ctx.world_size),
         "seed": args.seed,
     }
-
-
-def hardware(device: torch.device) -> dict:
-    """Describe this rank's machine; the GPU keys are None without a GPU."""
-    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return {
-        "host": platform.node(),
-        "cpu": cpu_fact("model name") or platform.processor() or platform.machine(),
-        "cores": available_cores(),
-        "ram_bytes": psutil.virtual_memory().total,
-        "gpu": gpu.name if gpu else None,
-        "gpu_memory_bytes": gpu.total_memory if gpu else None,
-    }
-
-
-def write_results(path: Path, facts: dict) -> None:
-    """Write results.json."""
-    atomic.write_text(path, as_json(facts))
 
 
 def as_json(facts: dict) -> str:
@@ -172,10 +160,9 @@ def measured(
     found = dict.fromkeys(KEYS_OF_TRAINING) | meter.speed(work)
     if meter.first_step_at:
         found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
-    if found["tokens_per_second"]:
-        per_gpu = found["tokens_per_second_per_gpu"] = found["tokens_per_second"] / ctx.world_size
-        on_gpu = ctx.device.type == "cuda"
-        found["mfu"] = _share_of_peak(per_gpu, args, ctx, spec) if on_gpu else None
+    if rate := found["tokens_per_second"]:
+        found["tokens_per_second_per_gpu"] = rate / ctx.world_size
+        found["mfu"] = _share_of_peak(rate / ctx.world_size, args, ctx, spec)
     traffic = meter.traffic.per_step(meter.warmup_steps)
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
     if meter.step > meter.first_step:
@@ -188,19 +175,20 @@ def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSp
     """Return the MFU of a rate in tokens per second per GPU; None if the peak is not known."""
     from support.report.peak_flops import flops_per_token, peak_flops
 
+    peak = peak_flops(ctx.device, ctx.precision)
+    if peak is None:  # also on a CPU
+        return None
     config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
     shape = config.num_hidden_layers, config.hidden_size, args.seq_length
-    peak = peak_flops(ctx.device, ctx.precision)
-    return rate * flops_per_token(*matmul, *shape) / peak if peak else None
+    return rate * flops_per_token(*matmul, *shape) / peak
 
 
 def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
     from support.memory import fit
 
-    of_this_rank = measure.of_this_rank(
-        meter.memory, meter.step_memory, nvme_folder(args.ds_config_dict), ctx.launch.is_node_leader
-    )
-    found = measure.over_ranks(ctx.all_gather(of_this_rank))
+    nvme = nvme_folder(args.ds_config_dict)
+    own = measure.of_this_rank(meter.memory, meter.step_memory, nvme, ctx.launch.is_node_leader)
+    found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
     has_states = OPTIMIZERS[args.optim].state_bytes and not on_disk
@@ -217,8 +205,8 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter
 
 def say_setup(ctx: DistContext) -> None:
     """Print the "Distributed Setup" lines, once, if the run has several ranks."""
-    gpu = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "none (CPU)"
     if ctx.world_size > 1:
+        gpu = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "none (CPU)"
         console.print0(
             "=== Distributed Setup ===\n"
             f"Rank: {ctx.rank}/{ctx.world_size}\n"
@@ -238,9 +226,10 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
         print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
         return
     print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
-    names = {"allocated": "allocated", "reserved": "reserved", "peak": "peak"}
-    names = names if on_gpu else {"allocated": "resident", "peak": "peak"}
-    sizes = [f"{max(used[f'{key}_bytes']) / GB:.2f} GB {name}" for key, name in names.items()]
+    names = {"allocated": "resident", "peak": "peak"}
+    if on_gpu:
+        names = {kind: kind for kind in ("allocated", "reserved", "peak")}
+    sizes = [f"{max(used[f'{kind}_bytes']) / GB:.2f} GB {name}" for kind, name in names.items()]
     print0(f"{'GPU' if on_gpu else 'Process'} Memory: {' | '.join(sizes)}")
     if facts["samples_per_second"]:
         mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"

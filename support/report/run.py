@@ -7,6 +7,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ from support.memory.measure import MemoryByPhase
 from support.model import export
 from support.model.resolve import ModelSpec
 from support.report import results
-from support.report.metrics_file import MetricsFile
+from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.step_meter import StepMeter, create_meter
 from support.strategies import gradients
 from support.train_state import TrainingObjects, TrainState
@@ -52,22 +53,21 @@ class Run:
     file: MetricsFile
     trackers: Any = None  # of --report_to, on rank 0
     trace: torch.profiler.profile | None = None  # of --profile
-    _write_snapshot: Callable[[], str] | None = None  # of --memory_snapshot
     _repository: str | None = None  # on the hub, to which the export is pushed (rank 0)
 
     def __init__(self, ctx: DistContext, folder: Path, facts: dict):
         self.ctx, self.folder = ctx, folder
         self.path, self.facts = folder / "results.json", facts
         self._lock: Any = None  # on rank 0: prevents a second run from using the folder
-        self.before: dict | None = None  # the earlier run's results.json, on every rank
-        self.kept = False  # whether the file is still the earlier run's
+        # The results.json of the run that --resume continues, while the file is still that run's.
+        self.earlier: dict | None = None
         self._pending: list[dict] = []  # steps whose numbers are still on the device
         self._work: list[tuple[int, int]] = []  # sequences and tokens of each step of this process
-        self._samples = 0  # value of state.samples at the last logged step
         self._epoch = self._batch = self._batches = 0  # of the epoch: its number, and its steps
         self._losses: list[float] = []  # of the epoch's steps in this process
         self._rate: float | None = None  # tokens per second of the last step that was flushed
         self._bar: Any = None  # of the epoch
+        self._at_end: list[Callable[[], object]] = []  # write the files of other tools
 
     # ----------------------------------------------------------------------------- before training
 
@@ -78,42 +78,38 @@ class Run:
         folder, lock = results.new_output_dir(args, ctx)
         run = cls(ctx, folder, results.facts_at_start(args, ctx))
         run._lock = lock
-        if ctx.is_main:
-            run.before = results.read_results(run.path)
-            run.kept = args.resume is not None and run.before is not None
-            if not run.kept:
-                # Before the other ranks continue: if one fails, the file must be this run's.
-                run._begin()
-        shared = (run.before, run.kept, run.facts["started_at"])
-        run.before, run.kept, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
+        # The other ranks wait for rank 0 below: if one fails, the file must be this run's.
+        found = results.read_results(run.path) if ctx.is_main else None
+        if args.resume is not None:
+            run.earlier = found
+        if ctx.is_main and run.earlier is None:
+            run._begin()
+        shared = (found, run.earlier, run.facts["started_at"])
+        found, run.earlier, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
         MONITOR.record = run.fail
         from support.strategies.requirements import check_requirements
 
         check_requirements(args)  # after it, because results.json tells why a run is skipped
-        run.target = export.target_of(args, run.folder, run.before)
+        run.target = export.target_of(args, run.folder, found)
         if args.push_to_hub:
             from support.model.push import open_repository
 
             run._repository = open_repository(args, run.folder, ctx)
         memory = run.memory = MemoryByPhase(ctx.device)
-        hang = MONITOR.watchdog
-        hang.folder, hang.doing = run.folder, lambda: memory.doing
+        MONITOR.watchdog.folder, MONITOR.watchdog.doing = run.folder, lambda: memory.doing
         MONITOR.memory_facts.append(memory.describe)
         if args.memory_snapshot:
             from support.report.profiling import record_memory
 
-            run._write_snapshot = record_memory(args.memory_snapshot, ctx)
+            run._at_end.append(record_memory(args.memory_snapshot, ctx))
         return run
 
     def announce_model(self, args: Arguments, spec: ModelSpec) -> None:
         """Print what is trained, before the data is read."""
+        from support.memory import fit
 
-        def ways_to_fit() -> list[str]:
-            from support.memory import fit
-
-            return fit.ways_to_fit(args, self.ctx, spec)
-
-        MONITOR.remedies = ways_to_fit  # printed if memory runs out
+        # Printed if memory runs out.
+        MONITOR.remedies = partial(fit.ways_to_fit, args, self.ctx, spec)
         verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
@@ -132,11 +128,11 @@ class Run:
         if spec.lora:
             trained = f"{spec.trainable:,} of {whole:,} parameters are trained"
             print0(f"🔧 LoRA: {trained} ({spec.trainable / whole:.2%})")
-        if spec.lora and spec.random and not (args.merge_lora or args.no_export):
-            console.warn(
-                "The frozen weights are random, and the adapters cannot be used without them: "
-                "--merge_lora exports both."
-            )
+            if spec.random and not (args.merge_lora or args.no_export):
+                console.warn(
+                    "The frozen weights are random, and the adapters cannot be used without them: "
+                    "--merge_lora exports both."
+                )
         count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
         if args.eval_only:
             count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
@@ -157,7 +153,7 @@ class Run:
     ) -> None:
         """Replace the files of an earlier run, and start to measure steps."""
         ctx = self.ctx
-        self.args, self.manager, self.state, self._samples = args, manager, state, state.samples
+        self.args, self.manager, self.state = args, manager, state
         self.meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         if args.report_to and ctx.is_main:
@@ -167,7 +163,8 @@ class Run:
         if args.profile:
             from support.report.profiling import start_trace
 
-            self.trace = start_trace(args.profile, ctx)
+            self.trace, stop = start_trace(args.profile, ctx)
+            self._at_end.insert(0, stop)
         # All checks have passed: only now may files of an earlier run be changed.
         manager.take_over(state.best, clean=self._lock is not None)
         self.facts["run_signature"] = manager.identity
@@ -194,27 +191,26 @@ class Run:
 
     @property
     def was_complete(self) -> bool:
-        """Whether the earlier run, whose file is kept, had completed."""
-        return self.kept and self.before is not None and self.before["status"] == "completed"
+        """Whether the run that --resume continues had completed."""
+        return self.earlier is not None and self.earlier["status"] == "completed"
 
     def was_complete_at(self, args: Arguments, state: TrainState) -> bool:
         """Whether the earlier run had completed at this step: the last one, or its early stop."""
-        before = self.before or {}
-        stopped = args.early_stopping_patience and before.get("stopped_early")
-        return self.was_complete and (
-            state.finished or (bool(stopped) and before.get("steps") == state.step)
-        )
+        if self.earlier is None or not self.was_complete:
+            return False
+        stopped = args.early_stopping_patience and self.earlier.get("stopped_early")
+        return state.finished or bool(stopped and self.earlier.get("steps") == state.step)
 
     def _begin(self) -> None:
         """Write this run's file in place of an earlier run's (rank 0)."""
-        self.kept = False
+        self.earlier = None
         if self._lock:
             atomic.remove_leftovers(self.folder)
         self._write()
 
     def _write(self) -> None:
         if self.ctx.is_main:
-            results.write_results(self.path, self.facts)
+            atomic.write_text(self.path, results.as_json(self.facts))
 
     def fail(self, error: UserError) -> bool:
         """Write why the run failed, unless the file already says how it ended; for any rank.
@@ -222,17 +218,18 @@ class Run:
         Returns:
             False if another rank has already written an error.
         """
-        if self.kept:
+        if self.earlier is not None:
             return True
         recorded = results.read_results(self.path) or {}
         is_this_run = recorded.get("started_at") == self.facts["started_at"]
         if is_this_run and recorded["status"] != "running":
             return recorded["status"] in ("completed", "preempted")
         self.facts.update(status=error.status, reason=str(error), error_kind=error.kind)
+        text = results.as_json(self.facts)
         try:
-            results.write_results(self.path, self.facts)
+            atomic.write_text(self.path, text)
         except OSError:  # a full disk has no room for a second file
-            atomic.overwrite(self.path, results.as_json(self.facts))
+            atomic.overwrite(self.path, text)
         return True
 
     # ----------------------------------------------------------------------------- during training
@@ -240,8 +237,7 @@ class Run:
     def start_epoch(self) -> None:
         """Start the progress bar of the epoch's remaining steps, and the clock."""
         state = self.state
-        if self._epoch != state.epoch:
-            self._epoch, self._losses = state.epoch, []
+        self._epoch = state.epoch
         self._batch = steps_of(state.position, state.global_batch)
         remaining = steps_of(state.num_sequences - state.position, state.global_batch)
         self._batches = self._batch + min(remaining, state.total_steps - state.step)
@@ -270,17 +266,16 @@ class Run:
         self._batch += 1
         record = {"step": state.step, "epoch": self._epoch, "loss": loss.detach().clone()}
         record |= {"lr": lr, "grad_norm": grad_norm}
-        self._pending.append({**record, "tokens": tokens, "samples": state.samples - self._samples})
-        self._samples = state.samples
-        is_last = self._batch == self._batches or state.finished
+        self._pending.append({**record, "tokens": tokens, "samples": state.step_samples})
+        is_last = self._batch == self._batches
         is_logged = batch % self.args.logging_steps == 0 or is_last
         # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
         if is_logged or self.ctx.device.type == "cpu":
             self.flush()
         if is_logged or self.ctx.simulated:
             self._print_step(batch, lr)
-        if self._losses and self._rate:
-            text = f"loss {self._losses[-1]:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s"
+        if state.last_loss is not None and self._rate:
+            text = f"loss {state.last_loss:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s"
             self._bar.set_postfix_str(text, refresh=False)  # appears with the next refresh
         self._bar.update()
         if is_last:
@@ -295,21 +290,20 @@ class Run:
             return
         print0(
             f"Epoch {self._epoch} | Batch {batch}/{self._batches} | "
-            f"Loss: {self._losses[-1]:.4f} | LR: {lr:.2e}"
+            f"Loss: {state.last_loss:.4f} | LR: {lr:.2e}"
         )
-        if not self.args.streaming and (state.at_end_of_epoch or state.finished):
-            mean = statistics.fmean(self._losses)
-            steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
-            epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
-            print0(f"Epoch {self._epoch}/{epochs} | Average Loss: {mean:.4f}")
+        if self._batch == self._batches:
+            mean, self._losses = statistics.fmean(self._losses), []
+            if not self.args.streaming:
+                steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
+                epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
+                print0(f"Epoch {self._epoch}/{epochs} | Average Loss: {mean:.4f}")
 
     def flush(self) -> None:
         """Copy the numbers of the steps so far to the host, and log them; waits for the GPU."""
-        meter, state = self.meter, self.state
-        meter.read()
+        state = self.state
         pending, self._pending = self._pending, []
-        for record in pending:
-            seconds = sum(meter.steps[record["step"] - 1 - meter.first_step].values())
+        for record, seconds in zip(pending, self.meter.read(), strict=True):
             state.training_seconds += seconds
             if self.ctx.simulated:  # its losses mean nothing
                 continue
@@ -345,7 +339,7 @@ class Run:
         self.memory.doing = "evaluation"
 
     def skip_evaluation(self) -> None:
-        """Print why an evaluation that is due does not take place."""
+        """Print that there are no validation sequences."""
         console.warn(f"{NOTHING_TO_EVALUATE}.")
 
     def log_evaluation(self, loss: float) -> None:
@@ -404,14 +398,14 @@ class Run:
         elif args.load_best_at_end:
             console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
         self.flush()
-        best = state.best or {"loss": None, "step": None}
+        best = state.best or {}
         self.facts.update(
             checkpoint_seconds=manager.seconds,
             **self._progress(),
             eval_loss=eval_loss,
             perplexity=None if eval_loss is None else perplexity_of(eval_loss),
-            best_eval_loss=best["loss"],
-            best_step=best["step"],
+            best_eval_loss=best.get("loss"),
+            best_step=best.get("step"),
             stopped_early=state.patience if state.stopped_early else None,
             **results.measured(args, ctx, manager.spec, self.meter, self._work),
         )
@@ -428,17 +422,22 @@ class Run:
     ) -> None:
         """Finish a resumed run that was already complete: export and generate what is missing."""
         console.print0("✅ The run was already complete.")
-        self.facts.update(self.before or {})
+        self.facts.update(self.earlier or {})
         if args.load_best_at_end and self.facts.get("best_step"):
             manager.load_best(self.facts["best_step"], state.step)
         self._export(args, manager, None, casting)
 
     def _progress(self) -> dict:
         """Return the counters of the run under the keys of results.json."""
-        counters = self.state.counters()
-        del counters["best"]
-        names = {"step": "steps", "first_loss": "train_loss_first", "last_loss": "train_loss_last"}
-        return {names.get(name, name): value for name, value in counters.items()}
+        state = self.state
+        return {
+            "steps": state.step,
+            "samples": state.samples,
+            "tokens": state.tokens,
+            "training_seconds": state.training_seconds,
+            "train_loss_first": state.first_loss,
+            "train_loss_last": state.last_loss,
+        }
 
     def _export(
         self, args: Arguments, manager: CheckpointManager, state: TrainState | None, casting
@@ -468,30 +467,23 @@ class Run:
         if self.ctx.is_main:
             self.file.append()  # what did not fit on a full disk before
         self._draw_losses()
-        with self._errors_as_notices():
-            if self.trace:
-                from support.report.profiling import FIRST
-
-                self.trace.stop()
-                if self.meter.step - self.meter.first_step < FIRST:
-                    console.warn("--profile: the run was too short for a trace.")
-            if self._write_snapshot:
-                console.print0(self._write_snapshot())
+        for write in self._at_end:
+            with errors_as_notices():
+                write()
 
     def _draw_losses(self) -> None:
-        from support.report.loss_curve import draw_losses
-
         if self.ctx.is_main:
-            with self._errors_as_notices(), contextlib.suppress(ModuleNotFoundError):
+            with errors_as_notices(), contextlib.suppress(ModuleNotFoundError):
                 draw_losses(self.file.path)
 
-    @contextlib.contextmanager
-    def _errors_as_notices(self) -> Iterator[None]:
-        """Print an error of files for other tools as a notice: training itself is not affected."""
-        try:
-            yield
-        except Exception as error:
-            console.warn(str(explain(error)))
+
+@contextlib.contextmanager
+def errors_as_notices() -> Iterator[None]:
+    """Print an error of files for other tools as a notice: training itself is not affected."""
+    try:
+        yield
+    except Exception as error:
+        console.warn(str(explain(error)))
 
 
 def prompt_for(args: Arguments, spec: ModelSpec, dataset: dict) -> Any:

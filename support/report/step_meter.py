@@ -19,8 +19,6 @@ from support.model.resolve import ModelSpec
 from support.report import PHASES
 from support.train_state import TrainingObjects, TrainState, unwrapped
 
-EARLY_MEASURED_STEP = 5  # its memory is measured if early stopping may end the run at any step
-
 
 def create_meter(
     args: Arguments,
@@ -42,9 +40,10 @@ def create_meter(
     detailed = args.profile_memory or ctx.simulated
     step_memory = StepMemory(module, objects.optimizer, memory.peak, detailed, kept_by_loss)
     MONITOR.memory_facts.append(step_memory.describe)
-    last = state.total_steps
-    measured_step = min(last, state.step + EARLY_MEASURED_STEP) if state.patience else last
-    return StepMeter(memory, step_memory, MONITOR.watchdog.traffic, state.step, measured_step)
+    measured = state.total_steps
+    if state.patience:  # early stopping may end the run at any step, so an early one is measured
+        measured = min(measured, state.step + 5)
+    return StepMeter(memory, step_memory, MONITOR.watchdog.traffic, state.step, measured)
 
 
 @dataclass
@@ -91,14 +90,13 @@ class StepMeter:
             self.memory.peak.mark()
         if is_first:
             self.memory.note(name, mark=False)
-        if not self._measures_memory:
-            return
-        if phase == "data":
-            self.step_memory.begin()
-            self.traffic.aside = self.step_memory.slows_down
-        else:
-            self.step_memory.mark(phase)
-        self._mark_time(None)  # the next phase excludes the measurement itself
+        if self._measures_memory:
+            if phase == "data":
+                self.step_memory.begin()
+                self.traffic.aside = self.step_memory.slows_down
+            else:
+                self.step_memory.mark(phase)
+            self._mark_time(None)  # the next phase excludes the measurement itself
 
     def after_backward(self) -> None:
         """Count the live tensors of the measured step: after backward all model states exist."""
@@ -118,16 +116,20 @@ class StepMeter:
         self.step += 1
 
     def _mark_time(self, phase: str | None) -> None:
-        moment: Any = time.perf_counter()
+        moment: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
         if self._cuda:
-            moment = torch.cuda.Event(enable_timing=True)
             moment.record()
         self._marks.append((phase, moment))
 
-    def read(self) -> None:
-        """Append the steps that have ended to `steps`; on a GPU this waits for their kernels."""
+    def read(self) -> list[float]:
+        """Append the steps that have ended to `steps`; on a GPU this waits for their kernels.
+
+        Returns:
+            The seconds of each of these steps.
+        """
         if self._cuda and self._marks:
             torch.cuda.synchronize()
+        known = len(self.steps)
         for phase, moment in self._marks:
             if phase == "end":
                 self.steps.append(self._now)
@@ -141,6 +143,7 @@ class StepMeter:
         self._marks.clear()
         if self.first_step_at is None and self.steps:
             self.first_step_at = time.time() - sum(sum(step.values()) for step in self.steps[1:])
+        return [sum(step.values()) for step in self.steps[known:]]
 
     @property
     def warmup_steps(self) -> int:

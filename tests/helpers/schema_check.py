@@ -28,14 +28,10 @@ def tables() -> dict[str, dict[str, tuple[str, set[str]]]]:
     found = {}
     text = PAGE.read_text().partition("\n## results.json\n")[2]
     for part in re.split(r"\n\n(?=[^|\n]+:\n\n\| key)", text):
-        keys = {}
-        for name, kind, meaning in ROW.findall(part):
-            inner = re.search(r"Keys: (.+)", meaning)
-            keys[name] = (
-                kind,
-                set(re.findall(r"`(\w+)`(?= \(|,|$)", inner[1])) if inner else set(),
-            )
-        found[part.strip().partition("\n")[0]] = keys
+        found[part.strip().partition("\n")[0]] = {
+            name: (kind, set(re.findall(r"`(\w+)`(?= \(|,|$)", meaning.partition("Keys: ")[2])))
+            for name, kind, meaning in ROW.findall(part)
+        }
     return found
 
 
@@ -55,10 +51,9 @@ def problems_of_results(results: dict) -> Iterator[str]:
     yield from (f"{key} is missing" for key in required if key not in results)
     known = table("In every", "Once", "If the run")
     yield from problems_of(results, known, "")
-    if isinstance(results.get("memory"), dict):
-        yield from problems_of(results["memory"], table("of `memory`"), "memory.")
-    if isinstance(results.get("dataset"), dict):
-        yield from problems_of(results["dataset"], table("of `dataset`"), "dataset.")
+    for name in ("memory", "dataset"):
+        if isinstance(results.get(name), dict):
+            yield from problems_of(results[name], table(f"of `{name}`"), f"{name}.")
 
 
 def problems_of_metrics(record: dict) -> Iterator[str]:

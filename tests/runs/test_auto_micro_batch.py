@@ -3,10 +3,8 @@
 import pytest
 from conftest import FAULT, assert_close, descendants_of_test
 
-WORK = [
-    *("--seq_length", "32", "--max_steps", "4", "--dropout", "0", "--precision", "fp32"),
-    *("--no_eval", "--no_export"),
-]
+WORK = "--seq_length 32 --max_steps 4 --dropout 0 --precision fp32 --no_eval --no_export".split()
+IN_SOAK = [("dp", "deepspeed", 0), ("zero2", "torchrun", 1), ("infinity", "torchrun", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +19,7 @@ def whole(script):
     [
         ("zero3", "deepspeed", 1),  # rank 0 hosts the store
         ("fsdp", "torchrun", 0),  # the agent does
-        *(
-            pytest.param(strategy, launcher, rank, marks=pytest.mark.soak)
-            for strategy, launcher, rank in [
-                ("dp", "deepspeed", 0),
-                ("zero2", "torchrun", 1),
-                ("infinity", "torchrun", 1),
-            ]
-        ),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in IN_SOAK),
     ],
 )
 def test_one_rank_without_memory_halves_the_micro_batch_of_all(
@@ -54,12 +45,7 @@ def test_one_rank_without_memory_halves_the_micro_batch_of_all(
 
 
 def test_a_single_sequence_that_does_not_fit_ends_the_run(script):
-    run = script(
-        *(*WORK, "--batch_size", "2", "--auto_micro_batch"),
-        program=FAULT,
-        env={"FAULT": "oom_above:0:0"},
-        real=True,
-        ok=False,
-    )
+    flags = [*WORK, "--batch_size", "2", "--auto_micro_batch"]
+    run = script(*flags, program=FAULT, env={"FAULT": "oom_above:0:0"}, real=True, ok=False)
     assert run.code == 3 and "Out of memory" in run.error
     assert (run.results["status"], run.results["batch_size"]) == ("oom", 1)

@@ -45,10 +45,7 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
 
 
-IN_SOAK = [
-    pytest.param(strategy, marks=pytest.mark.soak)
-    for strategy in ("zero2", "zero3", "infinity", "fsdp")
-]
+IN_SOAK = [pytest.param(s, marks=pytest.mark.soak) for s in ("zero2", "zero3", "infinity", "fsdp")]
 
 
 @pytest.mark.slow
@@ -65,10 +62,8 @@ def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
     run = script(*work, "--max_steps", "16", "--batch_size", "4", launcher="torchrun", ranks=2)
     assert run.results["best_step"] < 16
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
-    loaded = script(
-        *f"--model {run.folder / 'hf'} --dataset pydocs --eval_only --generate".split(),
-        "A list is",
-        *"--seq_length 32 --precision fp32 --eval_samples 16".split(),
-    )
+    flags = "--dataset pydocs --eval_only --seq_length 32 --precision fp32 --eval_samples 16"
+    model = ["--model", run.folder / "hf", "--generate", "A list is"]
+    loaded = script(*flags.split(), *model)
     assert loaded.results["eval_loss"] == pytest.approx(run.results["best_eval_loss"], rel=1e-5)
     assert loaded.results["sample"] == run.results["sample"]

@@ -1,16 +1,18 @@
 """The evaluation's loss is what Hugging Face computes, every token counted once."""
 
+from pydoc_data.topics import topics
+
 import numpy as np
 import pytest
+import torch
+from tokenizer_zoo import tokenizer_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SEQ_LENGTH, BLOCKS = 48, 7  # a number of blocks that 2 does not divide
 
 
 def loss_by_transformers(model: str, rows) -> float:
     """The mean loss of blocks, which all have the same number of targets."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(model).float().eval()
     with torch.no_grad():
         losses = [model(input_ids=row, labels=row).loss.item() for row in torch.tensor(rows)]
@@ -20,8 +22,6 @@ def loss_by_transformers(model: str, rows) -> float:
 @pytest.fixture(scope="module")
 def expected(llama, text_file):
     """The loss over the blocks that the documentation promises: the last tenth of the corpus."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(llama)
     ids = tokenizer(text_file.read_text(), add_special_tokens=False)["input_ids"]
     total = len(ids) // SEQ_LENGTH
@@ -48,23 +48,16 @@ def test_evaluation_equals_transformers(script, llama, text_file, expected, stra
 
 def test_perplexity_of_a_whole_document(script, llama, tmp_path):
     """A document of several chunks and a Llama-style tokenizer."""
-    import shutil
-    from pydoc_data.topics import topics
-
-    import torch
-    from tokenizer_zoo import tokenizer_of
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder, file = tmp_path / "model", tmp_path / "text.txt"
-    shutil.copytree(llama, folder)
-    tokenizer_of("llama2").save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    tokenizer = tokenizer_of("llama2")
     torch.manual_seed(1)
-    model.resize_token_embeddings(len(tokenizer_of("llama2")), mean_resizing=False)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     with torch.no_grad():  # losses that differ much between tokens
         for weight in model.parameters():
             weight.mul_(4)
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     file.write_text("\n".join(topics[name] for name in sorted(topics))[:150_000])
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -46,12 +46,9 @@ def test_console(run):
         r"📁 .*/results.json",
         r"📊 A page with its curves: python scripts/report.py .*",
     ]
-    position = 0
+    remaining = iter(lines)  # each pattern matches a line after that of the one before
     for pattern in wanted:
-        position = next(
-            (i for i in range(position, len(lines)) if re.fullmatch(pattern, lines[i])), None
-        )
-        assert position is not None, f"{pattern} is missing, or out of order, in\n{run.out}"
+        assert any(re.fullmatch(pattern, line) for line in remaining), f"{pattern}\n{run.out}"
     assert len([line for line in lines if line.startswith("Epoch")]) == 6
     for epoch, losses in ((1, run.losses[:11]), (2, run.losses[11:])):
         assert f"Epoch {epoch}/2 | Average Loss: {sum(losses) / 11:.4f}" in lines
@@ -69,34 +66,25 @@ def test_nothing_of_other_libraries_shows(script):
 def test_results_json(run):
     results = run.results  # the types are checked for every run: conftest.py
     assert set(results) == {*table(*BY_STATUS["completed"]), "export"}
-    start = (results["schema_version"], results["status"], results["reason"])
-    assert start == (1, "completed", None)
-    assert (results["world_size"], results["global_batch_size"], results["seed"]) == (2, 4, 42)
-    assert (results["steps"], results["samples"], results["tokens"]) == (22, 88, 88 * 64)
-    ends = (results["train_loss_first"], results["train_loss_last"])
-    assert ends == (run.losses[0], run.losses[-1]) and ends[1] < ends[0]
-    assert results["warmup_steps_excluded"] == 5
+    expected = {"schema_version": 1, "status": "completed", "reason": None, "world_size": 2}
+    expected |= {"global_batch_size": 4, "seed": 42, "steps": 22, "samples": 88}
+    expected |= {"tokens": 88 * 64, "warmup_steps_excluded": 5}
+    expected |= {"train_loss_first": run.losses[0], "train_loss_last": run.losses[-1]}
+    assert {key: results[key] for key in expected} == expected and run.losses[-1] < run.losses[0]
     assert results["tokens_per_second"] == pytest.approx(64 * results["samples_per_second"])
     assert results["tokens_per_second_per_gpu"] == pytest.approx(results["tokens_per_second"] / 2)
-    step = results["step_seconds"]
+    step, phases = results["step_seconds"], results["step_phases_seconds"]
     assert step["p10"] <= step["median"] <= step["p90"]
-    phases = results["step_phases_seconds"]
-    assert set(phases) == {"data", "forward", "backward", "update"}
     assert phases["backward"] > phases["data"] > 0
     mean_step = 4 / results["samples_per_second"]
     assert sum(phases.values()) == pytest.approx(mean_step, rel=0.05)
-    for kind in ("allocated_bytes", "peak_bytes", "host_peak_bytes"):
-        assert len(results["memory"][kind]) == 2
     assert all(150e6 < peak < 3e9 for peak in results["memory"]["host_peak_bytes"])
     assert "real_model_example.py" in results["command"]
 
 
 def test_metrics_jsonl(run):
     steps = [record for record in run.metrics if "loss" in record]
-    assert [record["step"] for record in steps] == list(range(1, 23))
-    assert {record["epoch"] for record in steps} == {1, 2}
-    keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
-    assert all(set(record) == keys for record in steps)
+    assert [(r["step"], r["epoch"]) for r in steps] == [(n, 1 + n // 12) for n in range(1, 23)]
     assert all(record["grad_norm"] > 0 and record["seconds"] > 0 for record in steps)
     evaluations = [record for record in run.metrics if "eval_loss" in record]
     assert [record["step"] for record in evaluations] == [0, 11, 22]

@@ -2,7 +2,9 @@
 measuring memory.
 """
 
+import resource
 import sys
+from resource import RLIMIT_FSIZE as FSIZE
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 from support.report import PHASES, step_meter
-from support.report import peak_flops as peaks
 from support.report.metrics_file import MetricsFile, read_metrics
+from support.report.peak_flops import peak_flops
 from support.report.run import Run
 from support.report.step_meter import StepMeter
 from support.train_state import TrainState
@@ -22,8 +24,7 @@ STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 class Clock:
     """A clock that only work moves."""
 
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def work(self, seconds: float) -> None:
         self.now += seconds
@@ -37,14 +38,14 @@ def clock(monkeypatch):
     return clock
 
 
-def open_run(tmp_path, clock, device="cpu", **flags) -> Run:
+def open_run(tmp_path, clock) -> Run:
     """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and
     StepMemory `PAUSE`.
     """
-    ctx = SimpleNamespace(device=SimpleNamespace(type=device), is_main=True, simulated=False)
-    ctx.precision = "fp32"
+    device = SimpleNamespace(type="cpu")
+    ctx = SimpleNamespace(device=device, is_main=True, simulated=False, precision="fp32")
     run = Run(ctx, tmp_path, {})
-    run.args = SimpleNamespace(logging_steps=1, streaming=False, **flags)
+    run.args = SimpleNamespace(logging_steps=1, streaming=False)
     run.state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
     step_memory = MagicMock(slows_down=False)
     for name in ("begin", "mark", "after_backward", "end"):
@@ -72,7 +73,10 @@ def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     """The last step is the one whose memory is measured; its log is in no step."""
     run = open_run(tmp_path, clock)
     run.start_epoch()
+    run._bar = MagicMock()
     train(run, clock, 7)
+    shown = [call.args[0] for call in run._bar.set_postfix_str.call_args_list]
+    assert len(shown) == 7 and all("loss 1.000" in text for text in shown)
     clock.work(PAUSE)  # a save
     run.meter.pause()
     train(run, clock, 2)
@@ -91,41 +95,25 @@ def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     assert run.state.training_seconds == pytest.approx(sum(each))
 
 
-def test_the_bar_shows_the_loss_of_each_step(tmp_path, clock):
-    run = open_run(tmp_path, clock)
-    run.start_epoch()
-    run._bar = MagicMock()
-    train(run, clock, STEPS)
-    shown = [call.args[0] for call in run._bar.set_postfix_str.call_args_list]
-    assert len(shown) == STEPS and all("loss 1.000" in text for text in shown)
-
-
-MFU_OF = [  # name, precision, TFLOP/s
-    ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-    ("NVIDIA H100 80GB HBM3", "fp32", 494.7),
-    ("NVIDIA A100 80GB PCIe", "fp32", 156),
-    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-    ("Tesla T4", "bf16", None),
-    ("AMD Instinct MI250X", "bf16", 191.5),
-]
-
-
-@pytest.mark.parametrize("name, precision, expected", MFU_OF)
-def test_peak_of_a_gpu(monkeypatch, name, precision, expected):
+@pytest.mark.parametrize(
+    "name, precision, fp32_in, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", "high", 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp32", "high", 494.7),
+        ("NVIDIA A100 80GB PCIe", "fp32", "high", 156),
+        ("NVIDIA A100-SXM4-80GB", "fp32", "highest", 19.5),  # without TF32
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", "high", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", "high", None),
+        ("Tesla T4", "bf16", "high", None),
+        ("AMD Instinct MI250X", "bf16", "high", 191.5),
+        (None, "fp32", "high", None),  # a CPU
+    ],
+)
+def test_peak_of_a_device(monkeypatch, name, precision, fp32_in, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(
-        torch, "get_float32_matmul_precision", lambda: "high"
-    )  # as the script sets it
-    found = peaks.peak_flops(torch.device("cuda", 0), precision)
-    assert found == (None if expected is None else pytest.approx(expected * 1e12))
-
-
-def test_fp32_without_tf32_has_the_peak_of_fp32(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    assert peaks.peak_flops(torch.device("cuda", 0), "fp32") == 19.5e12
-    assert peaks.peak_flops(torch.device("cpu"), "fp32") is None
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: fp32_in)
+    found = peak_flops(torch.device("cuda" if name else "cpu"), precision)
+    assert found == (tflops and pytest.approx(tflops * 1e12))
 
 
 def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
@@ -133,8 +121,7 @@ def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
     after a later one.
     """
     run = open_run(tmp_path, clock)
-    run.ctx.device.type = "cuda"
-    run.args.logging_steps = 10
+    run.ctx.device.type, run.args.logging_steps = "cuda", 10
     run.start_epoch()
     train(run, clock, steps=4)
     run.start_evaluation()
@@ -160,38 +147,16 @@ def test_losses_are_drawn_next_to_the_metrics(tmp_path, clock, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, monkeypatch, capsys):
-    """Also a line of which a part was written."""
-    from support.report import metrics_file
-
-    room = [30]
-
-    class Disk:
-        def __init__(self, path):
-            self.file = open(path, "ab", buffering=0)  # noqa: SIM115
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, data):
-            if not room[0]:
-                raise OSError(28, "No space left on device")
-            size = min(room[0], len(data))
-            room[0] -= size
-            return self.file.write(data[:size])
-
-    monkeypatch.setattr(metrics_file, "open", lambda path, *a, **k: Disk(path), raising=False)
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    for number in range(1, 5):
-        file.append({"step": number, "loss": 1.0})
-    assert capsys.readouterr().out.count("No space left") == 1
+def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, capsys):
+    """Also a line of which a part was written; a limit on the size of files is the full disk."""
+    file, no_limit = MetricsFile(tmp_path / "metrics.jsonl"), resource.getrlimit(FSIZE)
+    try:
+        resource.setrlimit(FSIZE, (30, no_limit[1]))
+        for number in range(1, 5):
+            file.append({"step": number, "loss": 1.0})
+    finally:
+        resource.setrlimit(FSIZE, no_limit)
+    assert capsys.readouterr().out.count("cannot be written") == 1
     assert read_metrics(file.path) == ([{"step": 1, "loss": 1.0}], [])
-    room[0] = 1000
     file.append({"step": 5, "loss": 1.0})
     assert [record["step"] for record in read_metrics(file.path)[0]] == [1, 2, 3, 4, 5]
-    room[0] = 0
-    file.append({"step": 6, "loss": 1.0})
-    assert capsys.readouterr().out.count("No space left") == 1

@@ -12,22 +12,16 @@ def state_of(**values) -> TrainState:
 
 
 def test_the_last_step_of_an_epoch_has_the_remaining_sequences():
-    state, seen = state_of(), []
+    state, by_steps, seen = state_of(), state_of(eval_every=4), []
     while not state.finished:
         state.advance()
-        seen.append((state.samples, state.epoch, state.evaluation_is_due))
+        by_steps.advance()
+        due = (state.evaluation_is_due, by_steps.evaluation_is_due)
+        seen.append((state.samples, state.epoch, *due))
     assert seen == [
-        *((4, 1, False), (8, 1, False), (10, 2, True)),
-        *((14, 2, False), (18, 2, False), (20, 3, True)),
+        *((4, 1, False, False), (8, 1, False, False), (10, 2, True, False)),
+        *((14, 2, False, True), (18, 2, False, False), (20, 3, True, True)),
     ]
-
-
-def test_evaluations_by_steps_and_at_the_end():
-    state, due = state_of(eval_every=4), []
-    while not state.finished:
-        state.advance()
-        due.append(state.evaluation_is_due)
-    assert due == [False, False, False, True, False, True]
 
 
 def test_early_stopping_counts_evaluations_without_improvement():
@@ -38,16 +32,10 @@ def test_early_stopping_counts_evaluations_without_improvement():
         state.advance()
         state.add_evaluation(loss)
         seen.append((state.best["waited"], state.stopped_early))
+        if loss == 1.5:
+            state.add_evaluation(loss)  # a resumed run may repeat it, which does not count
     assert seen == [(0, False), (1, False), (0, False), (1, False), (2, True)]
     assert state.best["loss"] == 1.5 and state.best["step"] == 3 and state.finished
-
-
-def test_a_repeated_evaluation_after_a_resume_does_not_count():
-    state = state_of(patience=1)
-    state.advance()
-    state.add_evaluation(2.0)
-    state.add_evaluation(2.0)
-    assert state.best["waited"] == 0 and not state.finished
 
 
 def test_a_resumed_run_continues_the_counters():
