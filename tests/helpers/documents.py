@@ -1,4 +1,4 @@
-"""The documents: their blocks and links, and the flags, files and names that they mention.
+"""The documents: their blocks, and the flags, files and names that they mention.
 
 tests/unit/test_documents.py checks them, and tests/runs/test_documents_run.py runs their commands.
 Every fenced block has a marker, an HTML comment on the line before it:
@@ -52,7 +52,6 @@ INSTALLED = {
     "report-run": "scripts/report.py",
 }
 CODE_SUFFIXES = (".py", ".sh", ".slurm", ".jinja", ".md", ".def")
-LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)")
 INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 COMMENT = re.compile(r"<!--.*?-->")
 VALUE = re.compile(r"([\w.,+-]*)<!-- value: ([\w.]+)\.(\w+)(?:\[(\w+)\])? -->")
@@ -96,14 +95,6 @@ class Page:
                 repeats = (f"{slug}-{n}" for n in range(1, 100))
                 anchors.add(next(s for s in (slug, *repeats) if s not in anchors))
         return anchors
-
-    def links(self) -> list[tuple[int, str]]:
-        """Return (line number, target) of each link."""
-        return [
-            (number, found[1] or found[2])
-            for number, line in self.prose.items()
-            for found in LINK.finditer(line)
-        ]
 
     def commands(self) -> list[tuple[int, list[str]]]:
         """Return (line number, words) of each command in the blocks of bash."""

@@ -244,11 +244,8 @@ class Handler(BaseHTTPRequestHandler):
         commit = {"X-Repo-Commit": repository.commit}
         if entry is None or entry["type"] != "file":
             return self.fail(404, "EntryNotFound", **commit)
-        headers = {
-            **commit,
-            "ETag": f'"{entry.get("lfs", entry)["oid"]}"',
-            "Accept-Ranges": "bytes",
-        }
+        etag = f'"{entry.get("lfs", entry)["oid"]}"'
+        headers = {**commit, "ETag": etag, "Accept-Ranges": "bytes"}
         if "lfs" in entry:
             headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": entry["size"]}
         content, code = (repository.folder / path).read_bytes(), 200

@@ -7,15 +7,16 @@ began.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
+from conftest import free_port
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
@@ -68,19 +69,8 @@ class Machines:
                 assert holder.poll() is None, "namespaces cannot be made here"
                 time.sleep(0.01)
             cable = f"{self.bridge}v{number}"
-            run(
-                "ip",
-                "link",
-                "add",
-                cable,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                holder.pid,
-            )
+            pair = f"ip link add {cable} type veth peer name eth0 netns {holder.pid}"
+            run(*pair.split())
             run("ip", "link", "set", cable, "master", self.bridge, "up")
             self.enter(name, "ip", "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             self.enter(name, "ip", "link", "set", "eth0", "up")
@@ -89,13 +79,8 @@ class Machines:
     def on(self, name: str, *command) -> list[str]:
         """The command that runs `command` on a machine."""
         return [
-            "nsenter",
-            f"--target={self.holders[name].pid}",
-            "--net",
-            "--uts",
-            "--mount",
-            f"--wd={os.getcwd()}",
-            *(str(part) for part in command),
+            *("nsenter", f"--target={self.holders[name].pid}", f"--wd={os.getcwd()}"),
+            *("--net", "--uts", "--mount", *map(str, command)),
         ]
 
     def enter(self, name: str, *command, **options) -> subprocess.CompletedProcess:
@@ -117,11 +102,8 @@ class Slurm:
     GPUS = 4
 
     def __init__(self, machines: Machines):
-        self.machines, self.folder, self.nodes = (
-            machines,
-            machines.folder / "slurm",
-            machines.names[:2],
-        )
+        self.machines, self.folder = machines, machines.folder / "slurm"
+        self.nodes = machines.names[:2]
 
     def start(self) -> None:
         for part in ("state", "log", "dev", *(f"spool.{name}" for name in self.nodes)):
@@ -141,12 +123,9 @@ class Slurm:
         for name in self.nodes:
             self.machines.enter(name, "slurmd", "-N", name)
         until = time.monotonic() + 20
-        while len(run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()) < len(
-            self.nodes
-        ):
-            assert time.monotonic() < until, (self.folder / "log" / "slurmctld.log").read_text()[
-                -2000:
-            ]
+        idle, log = "sinfo -h -N -t idle -o %N".split(), self.folder / "log" / "slurmctld.log"
+        while len(run(*idle).stdout.split()) < len(self.nodes):
+            assert time.monotonic() < until, log.read_text()[-2000:]
             time.sleep(0.1)
 
     def _write_configuration(self) -> None:
@@ -155,7 +134,7 @@ class Slurm:
         lines = [
             "ClusterName=test",
             f"SlurmctldHost={here}({self.machines.net}.1)",
-            f"SlurmctldPort={_free_port()}",
+            f"SlurmctldPort={free_port()}",
             "SlurmUser=root",
             "SlurmdUser=root",
             "AuthType=auth/munge",
@@ -190,38 +169,18 @@ class Slurm:
 
     def stop(self) -> None:
         if "SLURM_CONF" in os.environ:
-            for job in subprocess.run(
-                ["squeue", "-h", "-o", "%A"], capture_output=True, text=True
-            ).stdout.split():
-                subprocess.run(["scancel", job], capture_output=True)
-            until = time.monotonic() + 30
-            while (
-                time.monotonic() < until
-                and subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout
-            ):
+            subprocess.run(["scancel", "--user=root"], capture_output=True)
+            until, jobs = time.monotonic() + 30, {"args": ["squeue", "-h"], "capture_output": True}
+            while time.monotonic() < until and subprocess.run(**jobs).stdout:
                 time.sleep(0.2)
             del os.environ["SLURM_CONF"]
-        for pid_file in (
-            *(f"slurmd.{name}.pid" for name in self.nodes),
-            "slurmctld.pid",
-            "munge.pid",
-        ):
-            _stop_daemon(self.folder / pid_file)
-
-
-def _free_port() -> int:
-    from conftest import free_port
-
-    return free_port()
+        for daemon in (*(f"slurmd.{name}" for name in self.nodes), "slurmctld", "munge"):
+            _stop_daemon(self.folder / f"{daemon}.pid")
 
 
 def _stop_daemon(pid_file: Path) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
         process = psutil.Process(int(pid_file.read_text()))
-    except (OSError, ValueError, psutil.Error):
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(10)
-    except psutil.TimeoutExpired:
-        process.kill()
+        process.terminate()
+        if psutil.wait_procs([process], 10)[1]:
+            process.kill()

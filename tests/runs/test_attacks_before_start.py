@@ -29,7 +29,6 @@ def cached(*files: str, says: str) -> Attack:
         prepare=lambda folder: (folder / "config.json").write_text("{") and ["--model", folder],
     ),
     cached("config.json", "model.safetensors", says="no tokenizer files of some/model.*--prefetch"),
-    cached("config.json", "tokenizer.json", says="no weights of some/model.*--prefetch"),
     Attack(
         "nothing in the cache",
         args=("--model", "gpt2", "--dataset", "wikitext"),
@@ -42,13 +41,6 @@ def cached(*files: str, says: str) -> Attack:
             (folder / "x").write_text("") or ["--output_dir", folder / "x" / "y"]
         ),
         says="is a file or a broken link",
-    ),
-    Attack(
-        "earlier results that are not JSON",
-        says="holds another run",
-        prepare=lambda folder: (
-            (folder / "results.json").write_text("{") and ["--output_dir", folder]
-        ),
     ),
     Attack(
         "an export over the user's files",

@@ -21,13 +21,9 @@ def test_two_ranks_with_accumulation_equal_one_process_in_fp32(fp32_run, referen
     assert run.results["eval_loss"] == pytest.approx(reference.results["eval_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("batch_size, accumulation, ranks", [(4, 2, 1), (4, 1, 2)])
-def test_other_splits_of_the_global_batch_give_the_same_curve(
-    script, reference, batch_size, accumulation, ranks
-):
-    launcher = "torchrun" if ranks > 1 else "python"
-    split = ["--batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
-    run = script(*SAME_WORK, "--precision", "fp32", *split, launcher=launcher, ranks=ranks)
+def test_accumulation_in_one_process_gives_the_same_curve(script, reference):
+    split = ["--batch_size", "4", "--gradient_accumulation_steps", "2"]
+    run = script(*SAME_WORK, "--precision", "fp32", *split)
     assert_close(run.losses, reference.losses, 1e-4)
 
 
@@ -66,11 +62,12 @@ def test_no_strategy_is_another_in_disguise(fp32_run):
 
 
 IN_SOAK = [
-    pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero2", "infinity", "fsdp")
+    pytest.param(strategy, marks=pytest.mark.soak)
+    for strategy in ("dp", "zero2", "offload", "infinity", "fsdp")
 ]
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3", "offload", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", *IN_SOAK])
 def test_simulated_rank_holds_what_a_real_one_does(script, fp32_run, strategy):
     """Rank 0 of two: model states within 2 %, activations within 10 %."""
     args = [*SAME_WORK[:2], "--dropout", "0", *SPLIT, "--precision", "fp32"]
@@ -108,7 +105,6 @@ def test_exported_model_is_the_live_one(fp32_run, strategy):
 def test_sample_is_the_same_from_every_strategy(fp32_run, strategy):
     sample = fp32_run(strategy).results["sample"]
     assert sample.startswith("The") and len(sample) > 50
-    # The curves agree to 1e-5, so the first choices do; a coin that lands on its edge may part them
-    # later.
+    # Losses agree to 1e-5, so the first tokens are equal; later ones may differ at a near tie.
     assert sample[:20] == fp32_run("dp").results["sample"][:20]
     assert f"💬 {sample}" in fp32_run(strategy).out

@@ -39,14 +39,6 @@ def test_start_is_a_fork_unless_a_library_reads_the_variable(start, variable, fo
     assert ("preloaded_server.py" in out) == forked
 
 
-def test_a_fork_has_the_variables_and_the_exit_code_of_its_own_program(start):
-    code = "import os, sys; print('torch' in sys.modules, os.environ.get('FAULT')); import torch; "
-    code += "print(torch.get_num_threads()); sys.exit(7)"
-    process = start(code, FAULT="a", OMP_NUM_THREADS="3")
-    assert process.communicate()[0].split() == ["False", "a", "3"] and process.returncode == 7
-    assert start(code).communicate()[0].split()[1] == "None"
-
-
 def test_a_fork_gets_signals_and_ends_with_its_client(start):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     for number in (signal.SIGTERM, signal.SIGKILL):

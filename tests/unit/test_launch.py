@@ -73,8 +73,6 @@ LAUNCHES = {
     "uneven nodes": (TASK | UNEVEN, ("srun", 3, 4, 0, 1, 1, "n1", 20707)),
     "empty variables": ({"RANK": "", "WORLD_SIZE": ""}, "environment is incomplete"),
     "a rank that does not fit": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
-    "a local rank that does not fit": (ranks(1, 2, 4, 2), "LOCAL_RANK=4"),
-    "a port of words": (ranks(0, 1, 0, 1, MASTER_PORT="http"), "http"),
 }
 
 

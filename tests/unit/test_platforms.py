@@ -1,20 +1,16 @@
 """Machines and Pythons on which the project is installed: what is declared, and what is refused."""
 
 import ast
-import resource
 import subprocess
 import sys
 
-import psutil
 import pytest
-import torch
 from conftest import PROJECT
 from packaging.requirements import Requirement
 from packaging.version import Version
 from syntax import nodes_of
 
 from support.errors import MissingRequirement
-from support.memory import system
 from support.strategies import requirements as requirements_of_strategy
 from support.tables import STRATEGIES
 
@@ -83,14 +79,6 @@ def test_windows_is_refused_with_one_line(program):
     assert len(run.stderr.splitlines()) == 1 and "WSL" in run.stderr
 
 
-def test_no_build_of_torch_is_chosen_for_an_amd_gpu(tmp_path):
-    """PyPI's builds cannot use it: the user names one."""
-    command = ["make", "-C", str(PROJECT), "setup", "GPU_VENDOR=amd", f"VENV={tmp_path}/venv"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode != 0 and "TORCH=" in run.stderr
-    assert not (tmp_path / "venv").exists()
-
-
 def test_old_releases_are_refused_on_a_cpu(monkeypatch):
     """Otherwise all ranks would fail: fsdp in the first backward pass, infinity at its start."""
     check = requirements_of_strategy.check_cpu_support
@@ -104,11 +92,3 @@ def test_old_releases_are_refused_on_a_cpu(monkeypatch):
         with pytest.raises(MissingRequirement, match=f"--upgrade '?{package}"):
             check(STRATEGIES[name])
     check(STRATEGIES["offload"])
-
-
-def test_memory_of_a_host_without_limits(monkeypatch):
-    """Its control groups set no limit, or /sys is not mounted; ulimit -v sets none either."""
-    monkeypatch.setattr(system, "control_group_limits", list)
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    monkeypatch.setattr(resource, "getrlimit", lambda _kind: unlimited)
-    assert system.memory_limit(torch.device("cpu")) == psutil.virtual_memory().total

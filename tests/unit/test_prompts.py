@@ -39,7 +39,6 @@ def test_template_that_refuses_the_prompt(tokenizer):
     [
         ("chat", False, True),
         ("text", False, False),
-        ("pair", False, False),
         (None, False, False),  # a stream before its first row
         ("text", True, True),
         ("pair", True, False),
