@@ -318,7 +318,7 @@ def simulate(bench: Bench, work: list, strategy: str, ranks: int, title: str) ->
 
 
 def check_speed(bench: Bench) -> None:
-    """Measure this project next to transformers.Trainer."""
+    """Measure this project next to transformers.Trainer, and where a step spends its time."""
     if not bench.needs_gpu("speed"):
         return
     model = find_architecture("gpt2")
@@ -340,6 +340,64 @@ def check_speed(bench: Bench) -> None:
             bench.tables[case.title] = table
         problem = "" if run.code == 0 and table else f"no result: {run.reason()}"
         bench.report(f"speed, {case.title}", problem, f"{run.seconds:.0f} s")
+    profile_step(bench)
+
+
+def profile_step(bench: Bench) -> None:
+    """Show the parts of a profiled step of dp: head, attention, elementwise kernels, idle time."""
+    folder = bench.out / "runs" / "profile-trace"
+    flags = f"{NO_FILES} --batch_size 4 --precision bf16 --max_steps 8 --profile"
+    run = bench.train("profile", *gpt2_at_1024(bench), flags, folder)
+    trace, problem = folder / "trace-rank0.json", run.problem()
+    if problem or not trace.exists():
+        bench.report("profile of a step", problem or "no trace was written")
+        return
+    shares = kernel_shares(json.loads(trace.read_text())["traceEvents"])
+    bench.tables["Parts of the time of a step, gpt2, 4 sequences of 1,024 tokens, bf16, eager"] = [
+        "| part | share |",
+        "|---|---|",
+        *(f"| {part} | {share:.1%} |" for part, share in shares.items()),
+    ]
+    bench.report("profile of a step", "" if shares else "the trace has no kernels", "listed below")
+
+
+# Parts of a step, and what the names of their kernels contain; the first match counts.
+KERNELS = {
+    "attention": ("flash", "fmha", "attention", "sdpa", "flex"),
+    "matrix products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "sm80_", "sm90_"),
+    "elementwise": ("elementwise", "vectorized", "multi_tensor", "reduce", "norm", "triton"),
+    "communication": ("nccl",),
+}
+
+
+def kernel_shares(events: list[dict]) -> dict[str, float]:
+    """Return the shares of the parts of a step in its time on the GPU; {} without kernels.
+
+    Args:
+        events: of a trace of PyTorch's profiler. Kernels of the head are those inside the
+            annotation "head" of support/model/loss.py.
+    """
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    heads = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "gpu_user_annotation" and event["name"] == "head"
+    ]
+    if not kernels:
+        return {}
+    seconds = dict.fromkeys(["head", *KERNELS, "other"], 0.0)
+    for kernel in kernels:
+        name = kernel["name"].lower()
+        in_head = any(start <= kernel["ts"] < end for start, end in heads)
+        part = next((p for p, words in KERNELS.items() if any(w in name for w in words)), "other")
+        seconds["head" if in_head else part] += kernel["dur"]
+    busy, end = 0.0, 0.0  # kernels of several streams may overlap
+    for kernel in sorted(kernels, key=lambda kernel: kernel["ts"]):
+        finish = kernel["ts"] + kernel["dur"]
+        busy += max(0.0, finish - max(end, kernel["ts"]))
+        end = max(end, finish)
+    total = end - min(kernel["ts"] for kernel in kernels)
+    return {part: value / total for part, value in seconds.items()} | {"idle": 1 - busy / total}
 
 
 # --------------------------------------------------------------------------------- 6: several ranks

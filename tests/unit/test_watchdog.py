@@ -60,6 +60,11 @@ def test_a_store_that_has_ended_is_reported(ranks, monkeypatch):
         ranks[1].look()
 
 
+def test_an_error_of_another_rank_is_its_own_to_report(ranks):
+    ranks[0].store.set("failure", "an error")
+    assert rounds(ranks[:1], 1)
+
+
 # ------------------------------------------------------------------------------ the hang report
 
 
@@ -218,6 +223,11 @@ def test_the_error_is_recorded_before_it_is_printed(fail, capsys):
 
     assert fail(MemoryError("no memory is left"), record) == 3
     assert printed == [""] and "no memory is left" in capsys.readouterr().err
+
+
+def test_an_error_that_another_rank_has_recorded_is_not_printed(fail, capsys):
+    assert fail(TrainingError("a consequence"), lambda _: False) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_no_library_can_swallow_a_signal(stop):

@@ -1,0 +1,72 @@
+"""Train a small model with DeepSpeed in bf16 and make its second loss not a number:
+
+    python -m tests.helpers.held_update STRATEGY
+
+Prints as JSON whether each of the two updates changed the weights, whether the weights are finite
+at the end, and how often DeepSpeed searched the gradients for infinities.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from support import patches
+from support.cli.ds_config import ModelSizes, complete_ds_config
+from support.cli.parse import parse_arguments
+from support.strategies import gradients
+from support.train_state import TrainingObjects
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()]).clone()
+
+
+def count_calls(cls: type, name: str) -> list:
+    """A list that grows with each call of a method; it stays empty if the class has no such method."""
+    calls, method = [], getattr(cls, name, None)
+    if method is not None:
+        setattr(cls, name, lambda *args, **kwargs: calls.append(name) or method(*args, **kwargs))
+    return calls
+
+
+def main(strategy: str) -> dict:
+    import deepspeed
+
+    patches.skip_shared_memory_op()
+    config = parse_arguments(["--strategy", strategy, "--precision", "bf16"]).ds_config_dict
+    complete_ds_config(config, "bf16", ModelSizes(8, 72, 64, tied=False), 1, None)
+    config["optimizer"]["params"]["lr"] = 0.1
+    model = nn.Linear(8, 8)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    searches = count_calls(type(engine.optimizer), "has_overflow")
+    found_inf, changed = torch.zeros((), dtype=torch.bool), []
+    disabled, ctx = torch.amp.GradScaler("cpu", enabled=False), SimpleNamespace(simulated=False)
+    objects = TrainingObjects(engine, engine.optimizer, disabled, None, found_inf)
+    for factor in (1.0, float("nan")):
+        before = weights(model)
+        loss = engine(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean() * factor
+        engine.backward(loss)
+        gradients.check_finite(objects, loss.detach(), None, ctx)
+        engine.step()
+        changed.append(not torch.equal(before, weights(model)))
+    finite = bool(weights(model).isfinite().all())
+    engine.destroy()
+    return {"changed": changed, "finite": finite, "searches": len(searches)}
+
+
+if __name__ == "__main__":
+    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = main(sys.argv[1])
+    print(json.dumps(found))
