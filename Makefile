@@ -2,7 +2,7 @@
 # make ops    set up, then compile DeepSpeed's ops, for example on a cluster's login node
 # make test   set up, then lint and test each promise once (about 10 minutes on 2 cores)
 # make test-all   the rest: launchers, Slurm, several hosts, the documents' commands, the lower bounds
-# make unit   the tests that start no process (seconds)
+# make unit   the tests that start no training run (seconds)
 # make test-lower-bounds   the unit tests and a run of each strategy with the oldest supported
 #             releases, in .venv-lower (needs Python 3.10 or 3.11)
 # make docs   build the documents as a site, in site/; broken links and anchors are errors

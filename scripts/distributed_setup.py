@@ -148,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process.run_command_line(main)
+    process.run_command_line(main, printed=False)

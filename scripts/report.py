@@ -42,4 +42,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     process.catch_signals()
-    process.run_command_line(main)
+    process.run_command_line(main, printed=False)

@@ -13,6 +13,7 @@ report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
 train_state  counters, best evaluation and early stopping of a run
 errors       exceptions that end a run, exit codes, what library errors mean; secrets are removed
+entry_points the commands that pip installs
 process      output that cannot fail, signal handlers before the run has its own, versions
 tables       strategies, optimizers, and models whose shape is known
 patches      all patches of other libraries

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from support import PROJECT
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError, explain
+from support.errors import EXIT_FAILED, TrainingError, UserError, explain
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
@@ -31,12 +31,14 @@ END_SECONDS = 60  # for a program to end after SIGTERM; torchrun kills its ranks
 class LossyFile(io.FileIO):
     """A stream that drops what it cannot write: a full disk or a closed pipe must not end a run."""
 
+    lost: OSError | None = None  # the error of the first write that failed, or None
+
     def write(self, data) -> int:
         """Write `data` or its first bytes; return their number, or after an error that of all."""
         try:
             written = super().write(data)
-        except OSError:
-            written = None
+        except OSError as error:
+            self.lost, written = self.lost or error, None
         return len(data) if written is None else written  # None: a full pipe that does not block
 
 
@@ -59,32 +61,49 @@ def protect_output() -> None:
         setattr(sys, f"__{name}__", wrapped)
 
 
-def run_command_line(main: Callable[[], int | None]) -> NoReturn:
-    """Run the `main` function of a small program and exit; see `exit_code_of`."""
+def check_output() -> None:
+    """Check that everything printed so far was written, for a program whose result is its output.
+
+    Raises:
+        TrainingError: a write to stdout failed, and not because the reader closed the pipe, as
+            `| head` does.
+    """
+    sys.stdout.flush()
+    lost = sys.stdout.buffer.raw.lost  # type: ignore[union-attr]
+    if lost is not None and not isinstance(lost, BrokenPipeError):
+        raise TrainingError(f"Standard output cannot be written: {lost.strerror}.")
+
+
+def run_command_line(main: Callable[[], int | None], printed: bool = True) -> NoReturn:
+    """Run the `main` function of a small program and exit, without a traceback of its errors.
+
+    Args:
+        main: the program; see `exit_code_of`.
+        printed: True if the program's result is its output on stdout, and not files. Then it fails
+            with code 1 if the output cannot be written.
+    """
+
+    def run() -> int | None:
+        code = main()
+        if printed:
+            check_output()
+        return code
+
+    protect_output()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # compare_strategies.sh ignores some
             signal.signal(number, _raise_at_signal)
-    sys.exit(exit_code_of(main))
+    sys.exit(exit_code_of(run))
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
     """Return the exit code of a program: that of its error, which is printed, or what it returns.
 
     Args:
-        main: returns the exit code, or None for 0. Other exceptions than UserError and OSError are
-            not caught.
+        main: returns the exit code, or None for 0. Other exceptions than UserError are not caught.
     """
     try:
-        code = main()
-        sys.stdout.flush()
-        return code
-    except OSError as error:
-        # The interpreter flushes stdout again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if isinstance(error, BrokenPipeError):  # the reader needs no more, as `| head`
-            return EXIT_COMPLETED
-        print(f"❌ {explain(error)}", file=sys.stderr)
-        return EXIT_FAILED
+        return main()
     except SystemExit as end:  # of argparse, or 128 + the number of a signal
         return end.code
     except UserError as error:

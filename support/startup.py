@@ -56,8 +56,8 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         args = continue_restarted(parse_arguments(argv))
         console.configure(launch.rank, args.quiet, args.verbose)
         if args.print_config:
-            with open(1, "w", closefd=False) as stdout:  # sys.stdout ignores a full disk
-                stdout.write(redact(as_yaml(args)))
+            print(redact(as_yaml(args)), end="")
+            process.check_output()
             sys.exit(EXIT_COMPLETED)
         for flag in ("prove", "prefetch"):
             if getattr(args, flag) and launch.world_size > 1:

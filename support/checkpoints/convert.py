@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from support.checkpoints.format import BUFFERS, open_checkpoint, write_manifest
 from support.checkpoints.tensors import PieceReader, PieceWriter
-from support.errors import UserError, refused_as
+from support.errors import UserError
 from support.files.atomic import finish_folder, start_folder
 from support.files.safetensors_writer import WeightFiles
 from support.model.export import model_card
@@ -93,8 +93,10 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shapes = {rename(name): list(shape) for name, shape in source.shapes.items()}
-    with refused_as(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB"):
+    try:
         files = WeightFiles(folder, shapes, dtype, buffers, file_bytes, stem)
+    except ValueError as error:
+        raise UserError(f"--max_shard_size {file_bytes}: write it as 5GB or 500MB.") from error
     for name in source.shapes:
         files.write(rename(name), source.read(name, "weight"))
     files.finish()

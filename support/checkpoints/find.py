@@ -147,6 +147,8 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
         manifest, problem = verify(candidate, ctx)
         if not problem:
             return candidate, manifest
+        if wanted and candidate == Path(wanted):
+            raise UserError(f"--resume {wanted}: {problem}.")
         console.warn(f"Skipped the checkpoint {candidate}: {problem}.")
     if wanted or candidates:
         advice = "Remove the folder to start from the beginning."

@@ -18,8 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, Trainer
 
 from support.checkpoints.recognize import newest_of_trainer
@@ -75,8 +73,13 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Foreign
 
 def load_tensors(path: Path, trusted: bool = False):
     """Load a file of PyTorch, whose tensors are read on use; `trusted` executes code in it."""
-    with refused_as(f"{path} cannot be read (Python objects need --trust_checkpoint)", 200):
+    try:
         return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)
+    except Exception as error:  # of a dozen classes
+        reason = first_line(error, 200)
+        if "weights_only" in str(error):
+            reason = "it contains Python objects, whose code is executed with --trust_checkpoint"
+        raise UserError(f"{path} cannot be read: {shown(reason, 200)}.") from error
 
 
 def _folder_named_in(file: Path) -> Path:
@@ -94,6 +97,8 @@ def _of_trainer(folder: Path) -> ForeignCheckpoint:
         longest=200,
     ):
         step = int(json.loads((folder / "trainer_state.json").read_bytes())["global_step"])
+        if (folder / "adapter_config.json").exists():
+            raise ValueError("it has adapters only, which cannot be imported")
         optimizer = load_tensors(folder / "optimizer.pt")
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
         model, info = from_folder(str(folder), config)
@@ -161,6 +166,9 @@ def _of_universal(folder: Path, trusted: bool) -> ForeignCheckpoint:
 
 def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
     """Open sharded state with the names of get_model_state_dict and get_optimizer_state_dict."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     weights: dict = {}
     states: dict = {}
     try:

@@ -122,7 +122,7 @@ class CheckpointManager:
     def take_over(self, best: dict | None, clean: bool) -> None:
         """Rename checkpoints after the resumed one, when all checks of the run have passed.
 
-        They are damaged, or of a replaced run. `clean` also removes what killed runs left.
+        Those are damaged, or of a replaced run. `clean` also removes what killed runs left.
         """
         if not self.ctx.is_main:
             return
@@ -142,7 +142,8 @@ class CheckpointManager:
             return
         manifest, problem = verify(best_folder, self.ctx)
         if problem:
-            console.warn(f"--load_best_at_end: last weights, as in {best_folder} {problem}.")
+            kept = "cannot be used, so the model keeps the last weights"
+            console.warn(f"--load_best_at_end: {best_folder} {kept}: {problem}.")
             return
         free_gathered_weights(self.model)
         self._load_weights(best_folder, manifest)

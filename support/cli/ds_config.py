@@ -21,6 +21,10 @@ from support.files.atomic import write_text
 from support.files.user_files import did_you_mean, read_text, shown
 from support.tables import STRATEGIES, Strategy
 
+SECTIONS = """
+    zero_optimization zero_optimization.offload_optimizer zero_optimization.offload_param optimizer
+    optimizer.params scheduler scheduler.params bf16 fp16 aio
+""".split()
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
 AUTO = "auto"
 # Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
@@ -64,11 +68,11 @@ def read_ds_config(path: str) -> dict[str, Any]:
         config = parser.loads(text, object_pairs_hook=_object)
     except ValueError as error:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
+    for key in SECTIONS:
+        if not isinstance(lookup(config, key) or {}, dict):
+            raise UserError(f"{shown(path)}: {key} must be an object.")
     if (stage := lookup(config, "zero_optimization.stage")) not in (1, 2, 3):
         raise UserError(f"{shown(path)}: zero_optimization.stage {shown(stage)} is not 1, 2 or 3.")
-    for key in ("optimizer", "scheduler"):
-        if not isinstance(config.get(key, {}), dict):
-            raise UserError(f"{shown(path)}: {key} must be an object.")
     return config
 
 
@@ -90,12 +94,7 @@ def check_with_deepspeed(args: Arguments) -> None:
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-    def without_auto(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in pairs if value != AUTO}
-
-    file, text = shown(args.ds_config), json.dumps(args.ds_config_dict)
-    config = json.loads(text, object_pairs_hook=without_auto)
+    config, file = _without_auto(args.ds_config_dict), shown(args.ds_config)
     # DeepSpeed ignores a misspelled name in the outermost object, and checks those in sections.
     known = {value for value in vars(constants).values() if isinstance(value, str)}
     for key in config.keys() - known:
@@ -110,6 +109,15 @@ def check_with_deepspeed(args: Arguments) -> None:
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc']))} {shown(first['input'])}: {first['msg']}"
         raise UserError(f"{file}: {problem}.") from error
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy without the values that are "auto"."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != AUTO
+    }
 
 
 def lookup(config: dict[str, Any], key: str) -> Any:

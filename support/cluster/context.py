@@ -25,7 +25,7 @@ class DistContext:
     Attributes:
         device: the GPU of this rank, or the CPU.
         backend: "nccl", "gloo", or "fake" in a simulation.
-        stop: whether this process has received a stop signal.
+        stop: the handler of stop signals; its `requested` is true after one arrived.
         store: the key-value store of the run.
         simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
         real_world_size: number of processes that exist: 1 in a simulation.

@@ -167,8 +167,7 @@ class FailureMonitor:
         if self._restarts(shown):
             threading.Event().wait()  # for the watchdog's thread to replace the program
         self.stop.ignore()
-        place = f" [rank {self.rank} on {socket.gethostname()}]" if self.ranks > 1 else ""
-        line = f"❌ {shown}{place}"
+        line = f"❌ {shown}{self._place}"
         self._exit_at_latest(shown.exit_code, line)
         try:
             own = f"{self.rank} {threading.get_ident()} {shown}"
@@ -231,15 +230,23 @@ class FailureMonitor:
             timer.daemon = True
             timer.start()
 
+    @property
+    def _place(self) -> str:
+        return f" [rank {self.rank} on {socket.gethostname()}]" if self.ranks > 1 else ""
+
     # ------------------------------------------------------------------------- the first failure
 
     def _record(self, shown: UserError) -> bool:
         """Write the error to results.json; return False if another rank has recorded one."""
-        try:
-            return self.record(shown)
-        except (MemoryError, OSError) as problem:
-            console.write(f"ℹ️  results.json cannot be written: {problem!r}", sys.stderr)
-            return True
+        failed = ""
+        for _ in range(2):
+            try:
+                return self.record(shown)
+            except (MemoryError, OSError) as problem:
+                failed = repr(problem)
+                remove_temporary_folders()  # the disk may be full
+        console.write(f"ℹ️  results.json cannot be written: {failed}", sys.stderr)
+        return True
 
     def _agree_on_first(self, own: str) -> bool:
         """Write an error into the store; return whether it is the first, as without a store."""
@@ -279,7 +286,7 @@ class FailureMonitor:
         if helps and self._agree_on_first(f"{RESTART} of rank {self.rank}"):
             flags = [f"--{name} {value}" for name, value in self.restart.values.items()]
             again = f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
-            console.write(f"ℹ️  {shown} {again} [rank {self.rank}]")
+            console.write(f"ℹ️  {shown} {again}{self._place}")
         return self._restarting or self._first_failure().startswith(RESTART)
 
     def _restart_if_agreed(self) -> None:

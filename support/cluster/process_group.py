@@ -40,8 +40,7 @@ def join(args: Arguments, launch: Launch) -> DistContext:
     """Wait until all ranks have started, watch them, and initialize the process group.
 
     Returns:
-        This process among the ranks: its device, its output, and the monitor of failures, which
-        also reports an error of the initialization.
+        This process among the ranks, with its device.
     Raises:
         TrainingError: a rank did not arrive in time.
         UserError: this rank has no GPU of its own.

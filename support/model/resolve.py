@@ -224,9 +224,14 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
 
 def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
     """Download the parts of --model; return its tokenizer, and its most positions (None: any)."""
+
+    def locate() -> dict:
+        config, folder, *_ = _locate(args)
+        return {"tokenizer": folder, "positions": max_positions(config)}
+
     _be_quiet(args)
-    config, folder, *_ = ctx.once_per_node("tokenizer", lambda: _locate(args))
-    return _read_tokenizer(folder, args), max_positions(config)
+    found = ctx.once_per_node("tokenizer", locate)
+    return _read_tokenizer(found["tokenizer"], args), found["positions"]
 
 
 def _be_quiet(args: Arguments) -> None:

@@ -26,7 +26,8 @@ from support.tables import STRATEGIES
 # By precision: the largest relative difference between losses that rounding explains, and the
 # number of steps of which it is the median. In TF32, bf16 and fp16 the losses of a single step may
 # differ by percents where an unusual sequence makes the loss jump; if a strategy trains another
-# model, the difference lasts. docs/COMPARISON.md lists the measurements.
+# model, the difference lasts. docs/COMPARISON.md lists the measurements; TF32 and fp16 were not
+# measured.
 TOLERANCES = {
     "fp32": (1e-4, 1),
     "tf32": (1e-3, 5),  # fp32 matrices on a GPU: 10 bits of each factor's mantissa

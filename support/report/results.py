@@ -94,9 +94,21 @@ def check_all_see(folder: Path, ctx: DistContext) -> None:
 # ---------------------------------------------------------------------------- content of results
 
 
+def hardware(device: torch.device) -> dict:
+    """Describe this rank's machine; the GPU keys are None without a GPU."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "host": platform.node(),
+        "cpu": cpu_fact("model name") or platform.processor() or platform.machine(),
+        "cores": available_cores(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpu": gpu.name if gpu else None,
+        "gpu_memory_bytes": gpu.total_memory if gpu else None,
+    }
+
+
 def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
-    """Return the content of results.json before anything is loaded; `hardware` is this rank's."""
-    gpu = torch.cuda.get_device_properties(ctx.device) if ctx.device.type == "cuda" else None
+    """Return the content of results.json before anything is loaded."""
     return {
         "schema_version": 1,
         "status": "running",
@@ -107,14 +119,7 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "flags": {name: redact_value(value) for name, value in settings_of(args).items()},
         "code_digest": code_digest(),
         "versions": versions(),
-        "hardware": {
-            "host": platform.node(),
-            "cpu": cpu_fact("model name") or platform.processor() or platform.machine(),
-            "cores": available_cores(),
-            "ram_bytes": psutil.virtual_memory().total,
-            "gpu": gpu.name if gpu else None,
-            "gpu_memory_bytes": gpu.total_memory if gpu else None,
-        },
+        "hardware": hardware(ctx.device),
         "strategy": args.strategy,
         "model": args.model,
         "world_size": ctx.real_world_size,

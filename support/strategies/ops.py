@@ -85,7 +85,8 @@ def ops_folder() -> Path:
     libc = os.confstr("CS_GNU_LIBC_VERSION") if sys.platform == "linux" else platform.platform()
     machine = [sys.implementation.cache_tag, platform.machine(), libc, *_cpu_features()]
     key = hashlib.sha256(torch_version + json.dumps(machine).encode())
-    name = f"deepspeed-{version('deepspeed')}-{key.hexdigest()[:12]}"
+    release = version("deepspeed") if importlib.util.find_spec("deepspeed") else "none"
+    name = f"deepspeed-{release}-{key.hexdigest()[:12]}"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / name
 
 

@@ -88,7 +88,7 @@ def check_locked_memory(needed: int) -> None:
 def make_nvme_folder(path: str | None, needed: int) -> TemporaryFolder:
     """Create this job's own folder for infinity's files, and check that `needed` bytes will fit.
 
-    The folders of killed jobs are removed first; the caller removes this one at the end.
+    The folders of killed jobs are removed first; this one is removed when the process exits.
 
     Raises:
         MissingRequirement: `path` (--nvme_path; None: the temporary folder) is not writable, has

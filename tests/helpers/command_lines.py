@@ -14,7 +14,6 @@ from conftest import PROJECT, Run
 
 from support.process import exit_code_of
 
-DEEP = 100_000
 # For anything that runs in this process; a loop over a number of the user would take hours.
 SPARE_SECONDS = 20
 GPT2_FILE = {

@@ -236,7 +236,7 @@ def test_a_broken_checkpoint_is_passed_over(script, alone, copy):
     manifest = folders[6] / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"adam_step": 6', '"adam_step": 7'))
     (folders[5] / "manifest.json").unlink()
-    flags = f"--resume --save_every 4 --keep_last 1 --output_dir {copy}".split()
+    flags = f"--resume --save_every 2 --keep_last 2 --output_dir {copy}".split()
     run = script(*ON_ONE, *flags, folder=copy)
     for step in folders:
         assert len(re.findall(f"Skipped the checkpoint .*step-{step:08d}", run.out)) == 1

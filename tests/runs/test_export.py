@@ -95,6 +95,7 @@ def test_a_damaged_or_wrong_source_is_refused(saved, convert, tmp_path):
         ((tmp_path / "no", "--inspect"), "no such folder"),
         ((saved.folder, "--to", "hf"), "OUT"),
         ((PROJECT / "docs", "--inspect"), "contains no checkpoint"),
+        ((saved.folder, "--to", "hf", tmp_path / "x", "--max_shard_size", "big"), "5GB or 500MB"),
         ((PROJECT / "docs", "--to", "checkpoint", tmp_path / "x"), "Trainer"),
     ]:
         code, out = convert(*args)

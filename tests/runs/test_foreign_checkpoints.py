@@ -118,7 +118,8 @@ BAD = {
     "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt"),
     "truncated": (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 99), "not a checkpoint"),
     "objects in the optimizer": (write_pickle, "Python objects"),
-    "adapters": (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "config.json"),
+    "no config.json": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "adapters": (lambda folder: (folder / "adapter_config.json").touch(), "adapters only"),
 }
 
 

@@ -78,6 +78,8 @@ def test_results_json(run):
     assert phases["backward"] > phases["data"] > 0
     mean_step = 4 / results["samples_per_second"]
     assert sum(phases.values()) == pytest.approx(mean_step, rel=0.05)
+    lists = ("allocated_bytes", "peak_bytes", "host_peak_bytes")
+    assert {len(results["memory"][key]) for key in lists} == {2}
     assert all(150e6 < peak < 3e9 for peak in results["memory"]["host_peak_bytes"])
     assert "real_model_example.py" in results["command"]
 

@@ -130,8 +130,20 @@ def words_of_code() -> set:
 
 
 @every_page
-def test_make_targets(page):
+def test_diffs_and_make_targets(page):
+    problems(page, stale_diffs(page))
     problems(page, missing_targets(page))
+
+
+def stale_diffs(page):
+    """A diff shows lines of the project's files, in their order."""
+    for block in page.blocks:
+        rest = iter(())
+        for number, line in enumerate(block.lines, block.line + 1):
+            if block.language == "diff" and line.startswith("--- a/"):
+                rest = iter((PROJECT / line.removeprefix("--- a/")).read_text("utf-8").splitlines())
+            elif block.language == "diff" and line[:1] in (" ", "-") and line[1:] not in rest:
+                yield number, f"the file does not have the line{line}"
 
 
 def missing_targets(page):
@@ -213,17 +225,24 @@ bash slurm/missing.sh && make everything
 ```
 
 See `--no_such_either`, `support/missing.py`,
-`NO_SUCH_SETTING=1`. The median is over 4<!-- value: support.report.compare.LASTING_STEPS --> steps.
+`NO_SUCH_SETTING=1`. It has 4<!-- value: support.commands.prove.SEQUENCES --> rows.
+
+```diff
+--- a/support/tables.py
++STRATEGIES = {}
+ STRATEGIES = {}
+```
 """
 
 
 @pytest.mark.parametrize(
     "check, lines",
     [
-        (wrong_markers, [3]),
+        (wrong_markers, [3, 18]),
         (unknown_flags, [9, 10, 11, 15]),
         (missing_files, [15, 12]),
         (missing_targets, [12]),
+        (stale_diffs, [21]),
         (unknown_names, [16]),
         (wrong_values, [16]),
     ],

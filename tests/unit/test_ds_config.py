@@ -89,7 +89,6 @@ def test_values_of_the_file_are_used(read, content, flags, values):
     [
         ('{"zero_optimization" {"stage": 2}}', [], "ds.json: .*line 1 column 22"),
         ("[1]", [], "stage None is not 1, 2 or 3"),
-        ({"optimizer": "AdamW"}, [], "optimizer must be an object"),
         (zero(4), [], "stage 4 is not 1, 2 or 3"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, [], "contradicts bf16.enabled"),
         ({"train_micro_batch_size_per_gpu": -1}, [], "train_micro_batch_size_per_gpu"),

@@ -23,7 +23,6 @@ TASK = {
     "SLURM_STEP_NODELIST": "n[1-2]",
 }
 BY_SLURM = ("srun", 1, 2, 0, 1, 1, "n1", 20707)
-ONE_NODE = {"SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
 UNEVEN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}
 
 
@@ -53,6 +52,10 @@ LAUNCHES = {
     "one srun for each rank": (
         TASK | ONE_TASK | ranks(1, 2, 0, 1),
         ("python", 1, 2, 0, 1, 1, "n1", 29500),
+    ),
+    "deepspeed in one task": (
+        TASK | ONE_TASK | ranks(0, 1, 0, 1, **OWN_DEEPSPEED),
+        ("deepspeed", 0, 1, 0, 1, 0, "n1", 29500),
     ),
     "torchrun in each task": (
         TASK | ranks(5, 8, 1, 4, **TORCHRUN),

@@ -148,7 +148,7 @@ def test_losses_are_drawn_next_to_the_metrics(tmp_path, clock, monkeypatch):
 
 
 def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, capsys):
-    """Also a line of which a part was written; a limit on the size of files is the full disk."""
+    """Also a line of which a part was written; a file-size limit stands in for a full disk."""
     file, no_limit = MetricsFile(tmp_path / "metrics.jsonl"), resource.getrlimit(FSIZE)
     try:
         resource.setrlimit(FSIZE, (30, no_limit[1]))

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.peers import ONE, PEERS, Case, Run, Spread
+from support.console import replace_section
 
 GB = 2**30
 CASE = Case("One process", ONE, PEERS)
@@ -47,6 +48,12 @@ def test_skipped_steps_are_left_out_and_logged_steps_are_averaged():
     assert replace(run, stamps=run.stamps[:3]).speed(0) == 10.24
     every_tenth = replace(run, stamps=[(1, 0), (10, 90), (20, 100), (30, 110), (40, 200)])
     assert every_tenth.speed(10) == 1024
+
+
+@pytest.mark.parametrize("name", ["bench", "bench GPU=1"])
+def test_the_results_have_the_sections_that_are_written(name):
+    text = peers.RESULTS.read_text(encoding="utf-8")
+    assert "\n\nnew\n\n" in replace_section(text, name, ["new"], "make bench")
 
 
 def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys):

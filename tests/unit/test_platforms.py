@@ -79,6 +79,14 @@ def test_windows_is_refused_with_one_line(program):
     assert len(run.stderr.splitlines()) == 1 and "WSL" in run.stderr
 
 
+def test_no_build_of_torch_is_chosen_for_an_amd_gpu(tmp_path):
+    """PyPI's builds cannot use it: the user names one."""
+    command = ["make", "-C", str(PROJECT), "setup", "GPU_VENDOR=amd", f"VENV={tmp_path}/venv"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode != 0 and "TORCH=" in run.stderr
+    assert not (tmp_path / "venv").exists()
+
+
 def test_old_releases_are_refused_on_a_cpu(monkeypatch):
     """Otherwise all ranks would fail: fsdp in the first backward pass, infinity at its start."""
     check = requirements_of_strategy.check_cpu_support
