@@ -31,6 +31,9 @@ INFORMATIONAL_FLAGS = """
     from_scratch lora_dropout fused_gelu
     """.split()
 
+# Entries that earlier versions did not write, and their value in the runs of those versions.
+VALUES_BEFORE = {"isolate_documents": False, "packing": False}
+
 
 def flags_signature(args: Arguments, world_size: int) -> dict:
     """Return the part of the run signature that is known before model and data are read."""
@@ -98,10 +101,11 @@ def report_changes(saved: dict, current: dict) -> None:
 
 
 def _differences(saved: dict, current: dict) -> list[str]:
+    before = saved and VALUES_BEFORE | saved
     return [
-        f"{key} {shown(saved[key])} in the checkpoint, {shown(value)} in this run"
+        f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
         for key, value in current.items()
-        if key in saved and saved[key] != value
+        if key in before and before[key] != value
     ]
 
 

@@ -46,7 +46,7 @@ def test_console(run):
         r"📁 .*/results.json",
         r"📊 A page with its curves: python scripts/report.py .*",
     ]
-    remaining = iter(lines)  # each pattern matches a line after that of the one before
+    remaining = iter(lines)  # each pattern matches a later line than the previous one
     for pattern in wanted:
         assert any(re.fullmatch(pattern, line) for line in remaining), f"{pattern}\n{run.out}"
     assert len([line for line in lines if line.startswith("Epoch")]) == 6

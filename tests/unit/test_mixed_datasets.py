@@ -59,7 +59,7 @@ def test_without_weights_an_epoch_has_everything_once(tmp_path):
     everything = [*range(1000, 1003), *range(3000, 3005)]
     assert sorted(names(mixture, mixture.epoch_order(0, 3))) == everything
     assert names(mixture, np.arange(8)) == everything
-    assert mixture.take(99) is mixture  # --num_samples above what there is uses all
+    assert mixture.take(99) is mixture  # --num_samples larger than the data uses all of it
     fewer = mixture.take(4)
     assert fewer.num_sequences == 4 and names(fewer, np.arange(4)) == [1000, 1001, 3000, 3001]
 
