@@ -85,9 +85,13 @@ def environment(tmp_path_factory):
     os.environ["NO_PROXY"] = "127.0.0.1"
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     tempfile.tempdir = None
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # What cannot be compiled here is for the tests to report.
+    if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+        # What cannot be compiled here is for the tests to report. One worker compiles, on the cores
+        # of all, because the others wait for it.
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
         start([sys.executable, PROJECT / "scripts" / "build_ops.py"]).communicate()
+        os.sched_setaffinity(0, cores)
 
 
 @dataclass
