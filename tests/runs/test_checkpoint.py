@@ -242,8 +242,8 @@ def test_a_broken_checkpoint_is_passed_over(script, alone, copy):
         assert len(re.findall(f"Skipped the checkpoint .*step-{step:08d}", run.out)) == 1
     assert "Resumed from" in run.out and history(copy) == history(alone.folder)
     aside = [f"aside-{name}" for name in steps(*folders)]
-    assert checkpoints(copy) == [*aside, "latest", *steps(8)]  # --keep_last removed step 4
-    assert (copy / "checkpoints" / "latest").read_text().strip() == "step-00000008"
+    assert checkpoints(copy) == [*aside, "latest", *steps(8, 10)]  # --keep_last removed 4 and 6
+    assert (copy / "checkpoints" / "latest").read_text().strip() == "step-00000010"
 
 
 def test_a_completed_run_is_not_changed_but_exported_on_request(script, alone, copy, tmp_path):
