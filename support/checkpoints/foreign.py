@@ -82,6 +82,11 @@ def load_tensors(path: Path, trusted: bool = False):
         raise UserError(f"{path} cannot be read: {shown(reason, 200)}.") from error
 
 
+def _step_of(states: dict) -> int:
+    """Return the number of updates in the states of torch's AdamW."""
+    return max((int(state["step"]) for state in states.values()), default=0)
+
+
 def _folder_named_in(file: Path) -> Path:
     """Return the folder next to a file whose name the file contains, or the file's own folder."""
     name = file.read_text(errors="replace").strip() if file.is_file() else ""
@@ -106,8 +111,7 @@ def _of_trainer(folder: Path) -> ForeignCheckpoint:
             raise ValueError("the model's files do not have all of its weights")
         states = _states_of(model, optimizer)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    adam_step = max((int(state["step"]) for state in states.values()), default=0)
-    return ForeignCheckpoint(weights, states, adam_step, step)
+    return ForeignCheckpoint(weights, states, _step_of(states), step)
 
 
 def _states_of(model: torch.nn.Module, optimizer: dict) -> dict[str, dict]:
@@ -191,5 +195,5 @@ def _of_fsdp(folders: list[Path], scratch: Path) -> ForeignCheckpoint:
             f"{folders[0]}: .metadata or its tensors cannot be read as what get_model_state_dict "
             f"and get_optimizer_state_dict return: {shown(first_line(error), 200)}."
         ) from error
-    step = max((int(state["step"]) for state in states.values()), default=0)
+    step = _step_of(states)
     return ForeignCheckpoint(weights, states, step, step)  # the format has no step of the run

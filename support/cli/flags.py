@@ -69,7 +69,7 @@ def described_flags() -> dict[str, dict[str, str]]:
 GROUPS = described_flags()
 _DESCRIBED = {name for texts in GROUPS.values() for name in texts}
 FLAGS = {field.name: field for field in fields(Arguments) if field.name in _DESCRIBED}
-DEFAULTS: dict[str, Any] = {name: getattr(Arguments(), name) for name in FLAGS}
+DEFAULTS: dict[str, Any] = {k: v for k, v in vars(Arguments()).items() if k in FLAGS}
 
 
 class SetFlag(argparse.Action):

@@ -95,18 +95,20 @@ def prove(args: Arguments) -> int:
             step = step_of(output, args)
             reference = reference or step
             differences, norm, worst = compare(reference, step, args.lr)
-            a, b, c, d = (f"{value:.1e}" if number else "–" for value in differences.values())
-            in_worst = worst if number else ""
-            rows.append([way.name, f"{step.loss:.7f}", a, f"{norm:.6f}", b, c, in_worst, d])
-            problems += describe_problem(way.name, differences, worst)
+            numbers = [f"{value:.1e}" if number else "–" for value in differences.values()]
+            row = [way.name, f"{step.loss:.7f}", numbers[0], f"{norm:.6f}", *numbers[1:3]]
+            rows.append([*row, worst if number else "", numbers[3]])
+            if problem := describe_problem(way.name, differences, worst):
+                problems.append(problem)
             if number:
                 remove(output)  # the disk holds two checkpoints at most
     finally:
         temporary.remove()
-    a, b, c, d = (f"{limit:.0e}" for limit in TOLERANCES.values())
-    rows.append(["tolerance", "", a, "", b, c, "", d])
+    limits = [f"{limit:.0e}" for limit in TOLERANCES.values()]
+    rows.append(["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]])
     print(f"\n{text_table(rows, HEADERS)}\n{LEGEND}")
-    print("\n".join(problems or [f"✅ Equal: all {len(rows) - 1} ways make the same step."]))
+    equal = f"✅ Equal: all {len(rows) - 1} ways make the same step."
+    print("\n".join(problems or [equal]))
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
@@ -195,8 +197,8 @@ def _norm(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
-def describe_problem(name: str, differences: dict[str, float], parameter: str) -> list[str]:
-    """Return the line about a way that is not equal, if any; NaN is not equal."""
+def describe_problem(name: str, differences: dict[str, float], parameter: str) -> str:
+    """Return the line about a way that is not equal, or ""; NaN is not equal."""
     parts = [part for part, limit in TOLERANCES.items() if not differences[part] <= limit]
     at = f"largest in the gradient of {parameter}"
-    return [f"❌ {name}: not equal in {', '.join(parts)}; {at}."] if parts else []
+    return f"❌ {name}: not equal in {', '.join(parts)}; {at}." if parts else ""

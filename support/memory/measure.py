@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -178,6 +178,14 @@ class StepMemory:
             sizes.update(activations=activations, logits=logits)
 
 
+class Allocation(NamedTuple):
+    """An allocation in a profile, or with a negative size a release."""
+
+    time: int
+    address: int
+    size: int
+
+
 def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, int, int]]:
     """Return (phase, live bytes at its end, peak bytes within it) for each mark in a profile.
 
@@ -196,41 +204,48 @@ def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, 
             yield event
             yield from walk(event.children)
 
-    # By phase: time, address and size of each allocation; the size of a release is negative.
-    phases: list[tuple[str, list[tuple[int, int, int]]]] = []
-    changes: list[tuple[int, int, int]] = []
+    phases: list[tuple[str, list[Allocation]]] = []
+    allocations: list[Allocation] = []
     events = walk(profiler.kineto_results.experimental_event_tree())
     for event in sorted(events, key=lambda event: event.start_time_ns):
         if event.name.startswith(MARK):
-            phases.append((event.name.removeprefix(MARK), changes))
-            changes = []
+            phases.append((event.name.removeprefix(MARK), allocations))
+            allocations = []
         elif event.name == "[memory]":
-            changes.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
-    # Released elsewhere: the address was allocated again, or has no tensor at the end. Those of a
-    # forward pass are left out: DDP keeps the buckets that it allocates in its second one.
-    lost, newest = set(), {}  # `newest` by address
-    for phase, changes in phases:
-        for change in changes:
-            _, address, size = change
-            previous = newest.pop(address, None)
-            if size > 0 and previous:
-                lost.add(previous)
-            if size > 0 and phase != "forward":
-                newest[address] = change
-    lost |= {newest[address] for address in newest.keys() - at_end}
+            fields = event.typed[1]
+            allocations.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
+    lost = _released_elsewhere(phases, at_end)
     live, marks = start, []
-    for phase, changes in phases:
+    for phase, allocations in phases:
         peak, lost_bytes = live, 0
-        for change in changes:
-            size = change[2]
-            if change in lost:
+        for allocation in allocations:
+            if allocation in lost:
                 live -= lost_bytes
-                lost_bytes = size
-            live += size
+                lost_bytes = allocation.size
+            live += allocation.size
             peak = max(peak, live)
         live -= lost_bytes
         marks.append((phase, live, peak))
     return marks
+
+
+def _released_elsewhere(
+    phases: list[tuple[str, list[Allocation]]], at_end: set[int]
+) -> set[Allocation]:
+    """Return the allocations whose address was allocated again, or has no tensor at the end.
+
+    Those of a forward pass are left out: DDP keeps the buckets that it allocates in its second one.
+    """
+    lost: set[Allocation] = set()
+    newest: dict[int, Allocation] = {}  # by address
+    for phase, allocations in phases:
+        for allocation in allocations:
+            previous = newest.pop(allocation.address, None)
+            if allocation.size > 0 and previous is not None:
+                lost.add(previous)
+            if allocation.size > 0 and phase != "forward":
+                newest[allocation.address] = allocation
+    return lost | {newest[address] for address in newest.keys() - at_end}
 
 
 def of_this_rank(

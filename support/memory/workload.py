@@ -84,9 +84,12 @@ class Workload:
     @property
     def strategies(self) -> list[str]:
         """The strategies that support this workload."""
-        problem, packed = OPTIMIZERS[self.optimizer].problem, self.load_in_4bit
-        supported = {name: row for name, row in STRATEGIES.items() if problem(row) is None}
-        return [name for name, row in supported.items() if not (packed and row.shards_parameters)]
+        optimizer = OPTIMIZERS[self.optimizer]
+        return [
+            name
+            for name, row in STRATEGIES.items()
+            if optimizer.problem(row) is None and not (self.load_in_4bit and row.shards_parameters)
+        ]
 
     @property
     def trained(self) -> list[int]:

@@ -23,16 +23,18 @@ from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
 from support.tables import STRATEGIES
 
+# In TF32, bf16 and fp16 the losses of a single step may differ by percents where an unusual
+# sequence makes the loss jump; if a strategy trains another model, the difference lasts. So in
+# these precisions a difference is the median over this many steps.
+LASTING_STEPS = 5
 # By precision: the largest relative difference between losses that rounding explains, and the
-# number of steps of which it is the median. In TF32, bf16 and fp16 the losses of a single step may
-# differ by percents where an unusual sequence makes the loss jump; if a strategy trains another
-# model, the difference lasts. docs/COMPARISON.md lists the measurements; TF32 and fp16 were not
-# measured.
+# number of steps of which it is the median. docs/COMPARISON.md lists the measurements; TF32 and
+# fp16 were not measured.
 TOLERANCES = {
     "fp32": (1e-4, 1),
-    "tf32": (1e-3, 5),  # fp32 matrices on a GPU: 10 bits of each factor's mantissa
-    "bf16": (5e-3, 5),
-    "fp16": (5e-3, 5),
+    "tf32": (1e-3, LASTING_STEPS),  # fp32 matrices on a GPU: 10 bits of each factor's mantissa
+    "bf16": (5e-3, LASTING_STEPS),
+    "fp16": (5e-3, LASTING_STEPS),
 }
 # The control does the same work as the reference. If its speed differs by more than this share,
 # other load on the machine has changed the speeds.

@@ -72,7 +72,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as a JSON value; docs/OUTPUTS.md explains its keys."""
     keys = ("name", "tolerance", "same_model", "speeds_are_comparable", "exit_code")
     return {
-        **{"schema_version": 1, **{key: getattr(comparison, key) for key in keys}},
+        "schema_version": 1,
+        **{key: getattr(comparison, key) for key in keys},
         "work": {key: comparison.facts.get(key) for key in WORK},
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.name if comparison.reference else None,
@@ -88,7 +89,8 @@ def _run_as_json(run: RecordedRun) -> dict[str, Any]:
     entry = {
         **{"strategy": run.name, "status": run.status, "reason": run.reason},
         **{"folder": str(run.place), "command": command_of(run), "repeats": len(run.repeats)},
-        **{"started_at": run.results.get("started_at"), **run.numbers},
+        "started_at": run.results.get("started_at"),
+        **run.numbers,
         "compared_steps": run.steps,
         "first_difference": run.first and run.first._asdict(),
         "largest_difference": run.largest._asdict() if run.points else None,

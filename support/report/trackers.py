@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from support import console
 from support.cli.arguments import Arguments
@@ -24,8 +25,11 @@ CURVES = {
 }
 
 
-# Two functions: one logs a point of each curve at a step, the other closes the tracker.
-Tracker = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
+class Tracker(NamedTuple):
+    """A program that shows curves."""
+
+    log: Callable[[int, dict[str, float]], object]  # logs one point of each curve at a step
+    close: Callable[[], object]
 
 
 def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
@@ -42,7 +46,7 @@ def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
             writer.add_scalar(name, value, step)
         writer.flush()  # a killed run loses nothing
 
-    return log, writer.close
+    return Tracker(log, writer.close)
 
 
 def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
@@ -75,7 +79,7 @@ def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
             f"--report_to wandb: {first_line(error).rstrip('.')}. "
             "Log in with `wandb login`, or set WANDB_MODE=offline."
         ) from error
-    return lambda step, values: run.log(values, step=step), run.finish
+    return Tracker(lambda step, values: run.log(values, step=step), run.finish)
 
 
 class Trackers:
@@ -98,16 +102,16 @@ class Trackers:
     def log(self, record: dict) -> None:
         """Log the curves of one record of metrics.jsonl."""
         values = {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
-        self._each(lambda log, _close: log(record["step"], values))
+        self._each(lambda tracker: tracker.log(record["step"], values))
 
     def close(self) -> None:
         """Close all trackers."""
-        self._each(lambda _log, close: close())
+        self._each(lambda tracker: tracker.close())
 
-    def _each(self, call: Callable) -> None:
+    def _each(self, call: Callable[[Tracker], object]) -> None:
         for name, tracker in list(self.started.items()):
             try:
-                call(*tracker)
+                call(tracker)
             except Exception as error:  # a full disk, a lost connection
                 del self.started[name]
                 failed = f"--report_to {name} failed, and is not used any more"

@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from support import PROJECT, patches
 from support.cluster import tuning
 from support.errors import MissingRequirement, look_up
@@ -67,9 +65,15 @@ def library(op: str) -> Path:
 
 
 def _deepspeed_files(pattern: str) -> Iterable[Path]:
-    """Return the files of DeepSpeed, which is not imported, that match a pattern."""
-    package = importlib.util.find_spec("deepspeed")
-    return Path(package.origin).parent.glob(pattern) if package and package.origin else ()
+    """Return the files of the installed DeepSpeed that match a pattern."""
+    folder = _package("deepspeed")
+    return folder.glob(pattern) if folder else ()
+
+
+def _package(name: str) -> Path | None:
+    """Return the folder of an installed package, which is not imported."""
+    package = importlib.util.find_spec(name)
+    return Path(package.origin).parent if package and package.origin else None
 
 
 @functools.cache
@@ -80,12 +84,13 @@ def ops_folder() -> Path:
     home directory, such an op would crash (SIGILL).
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
-    # Also contains CUDA's version.
-    torch_version = Path(torch.__file__).with_name("version.py").read_bytes()
+    release = version("deepspeed") if _package("deepspeed") else "none"
+    torch_folder = _package("torch")
+    assert torch_folder is not None
+    torch_version = (torch_folder / "version.py").read_bytes()  # also names CUDA's version
     libc = os.confstr("CS_GNU_LIBC_VERSION") if sys.platform == "linux" else platform.platform()
     machine = [sys.implementation.cache_tag, platform.machine(), libc, *_cpu_features()]
     key = hashlib.sha256(torch_version + json.dumps(machine).encode())
-    release = version("deepspeed") if importlib.util.find_spec("deepspeed") else "none"
     name = f"deepspeed-{release}-{key.hexdigest()[:12]}"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / name
 

@@ -4,7 +4,7 @@ import pytest
 
 from support.errors import explain
 
-# Error messages that only other machines produce, and a word of the advice for each.
+# Errors that this machine cannot cause, each with a word of the advice that is shown.
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
 ERRORS = [
     ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970", "NCCL_DEBUG"),
