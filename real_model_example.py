@@ -550,6 +550,8 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
     if args.fsdp.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
+    if args.compile:
+        sharded.get_output_embeddings().compile()  # with the loss
     sharded.to_empty(device="cpu" if args.fsdp.offload else ctx.device)
     fsdp.fill_from_rank0(sharded, full_model, ctx)
     return sharded

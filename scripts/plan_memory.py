@@ -69,12 +69,14 @@ FLAGS = (
 SWITCHES = {
     "--no_fused_gelu": "compute GPT-2's activation as transformers does",
     "--load_in_4bit": "frozen weights in 4 bits; needs --lora_r",
+    "--compile": "compile the model: up to 2^29 logits are computed at once",
     "--gradient_checkpointing": "recompute activations in backward",
     "--isolate_documents": "as for --isolate_documents or --packing",
     "--explain": "print each term of the estimate, by phase of a step",
     "--json": "print JSON instead (bytes)",
     "--measure": "cost: measure the rate here, in 10 steps",
 }
+SAME_SWITCHES = ("no_fused_gelu", "isolate_documents", "load_in_4bit", "compile")  # as a run's
 COST_FLAGS = (
     ("tokens", kinds.tokens, "N", "tokens of the training data"),
     ("epochs", kinds.epochs, "N", "passes over --tokens (default: 1)"),
@@ -277,7 +279,7 @@ def run_flags(args: Options, work: Workload, strategy: str) -> list[str]:
         "lora_targets": args.lora_targets,
         "from_scratch": folder is not None and not any(folder.glob("*.safetensors")),
         "gradient_checkpointing": work.gradient_checkpointing,
-        **{n: getattr(args, n) for n in ("no_fused_gelu", "isolate_documents", "load_in_4bit")},
+        **{name: getattr(args, name) for name in SAME_SWITCHES},
     }
     flags = []
     for name, value in values.items():

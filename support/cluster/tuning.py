@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from support.cli.arguments import Arguments
 
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's <malloc.h>
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # of glibc's <malloc.h>
 # Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
 # not read it (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -104,14 +104,13 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Keep the memory of one step's activations for the next step, if a CPU trains.
+    """Keep the memory of one step's tensors for the next step, if a CPU trains.
 
-    Returning it to the kernel causes page faults at every step (benchmarks/RESULTS.md has the cost
-    for GPT-2 124M). Tensors of 8 MB and more are returned, because keeping them would fragment the
-    heap.
+    Returning it to the kernel causes page faults at every step. benchmarks/RESULTS.md has their
+    cost for GPT-2 124M.
     """
-    if device.type == "cpu":
-        _mallopt({M_MMAP_THRESHOLD: 8 << 20, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
+    if device.type == "cpu":  # no tensor gets its own memory mapping, which would end with it
+        _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
 
 
 def _mallopt(settings: dict[int, int]) -> None:

@@ -142,6 +142,13 @@ def loss_terms(work: Workload, strategy: str) -> list[Term]:
     # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
     of_weight = 0 if work.lora else weight * (4 if c == 4 else 4 + c)
     copies = c * (weight + inputs) if work.casts_weights(strategy) else 0
+    if work.loss_in_graph:
+        logits = c * work.tokens * m.vocabulary
+        return [
+            Term("loss: logits", logits, (LOSS, BACKWARD)),  # their gradient replaces them
+            Term("loss: 16-bit copies", copies, (LOSS, BACKWARD)),
+            Term("gradients of the head", gradients_of_head(work, strategy), (BACKWARD,)),
+        ]
     return [
         Term("loss: a chunk of logits", chunk, (LOSS,)),
         Term("loss: weight's gradient", of_weight, (LOSS,)),
@@ -149,6 +156,14 @@ def loss_terms(work: Workload, strategy: str) -> list[Term]:
         Term("loss: 16-bit copies", copies, (LOSS,)),
         Term("gradients of the head", gradients_of_head(work, strategy), (BACKWARD,)),
     ]
+
+
+def kept_by_loss(work: Workload, strategy: str) -> int:
+    """Return the bytes that the loss keeps from forward until backward."""
+    if work.loss_in_graph:
+        return work.item * work.tokens * work.model.vocabulary
+    # In fp16 backward computes the gradients.
+    return 0 if work.precision == "fp16" else gradients_of_head(work, strategy)
 
 
 def gradients_of_head(work: Workload, strategy: str) -> int:

@@ -39,7 +39,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     buffers: int  # persistent communication buckets and staging buffers
-    # Held at the end of forward; `logits` are the gradients that the loss keeps.
+    # Held at the end of forward; `logits` is what the loss keeps.
     activations: int
     logits: int
     peak: int  # the maximum over a step, temporary tensors included
@@ -89,7 +89,6 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     saved = activations.activation_terms(work, strategy)
     dequantized = Term("weight converted from 4 bits", work.dequantized, (BACKWARD,))
     terms = [*states, *saved, *activations.loss_terms(work, strategy), dequantized]
-    in_fp16 = work.precision == "fp16"  # backward computes the gradients of the output layer
     on_device = {term.name: term.size for term in states if set(term.phases) & set(STEP)}
     return MemoryEstimate(
         strategy=strategy,
@@ -98,7 +97,7 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
         optimizer=on_device.get("optimizer states", 0),
         buffers=on_device.get("communication buffers", 0),
         activations=sum_of(saved, LOSS),
-        logits=0 if in_fp16 else activations.gradients_of_head(work, strategy),
+        logits=activations.kept_by_loss(work, strategy),
         peak=max(sum_of(terms, phase) for phase in STEP),
         host=sum_of(terms, "host"),
         nvme=sum_of(terms, "nvme"),

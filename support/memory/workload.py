@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from support.errors import UserError
 from support.memory.architectures import Architecture
 from support.tables import OPTIMIZERS, STRATEGIES
+from support.units import fits_in_graph
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
 USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}
@@ -79,6 +80,7 @@ class Workload:
     fused_gelu: bool = True  # one kernel computes GPT-2's activation
     attention_mask: bool = False  # attention by SDPA with a mask, as for isolated documents
     optimizer: str = "adamw"  # one of OPTIMIZERS
+    compiled: bool = False  # with torch.compile
     load_in_4bit: bool = False  # the frozen weights of the linear layers are in 4 bits (NF4)
 
     @property
@@ -143,6 +145,11 @@ class Workload:
         return self.batch_size * self.seq_length
 
     @property
+    def loss_in_graph(self) -> bool:
+        """Whether all logits are computed at once, in the graph that torch.compile makes."""
+        return self.compiled and fits_in_graph(self.tokens, self.model.vocabulary)
+
+    @property
     def item(self) -> int:
         """Bytes per element in computations."""
         return 4 if self.precision == "fp32" else 2
@@ -198,5 +205,6 @@ def workload_of(
         fused_gelu=args.fused_gelu,
         attention_mask=attention_mask,
         optimizer=args.optim,
+        compiled=args.compile,
         load_in_4bit=args.load_in_4bit,
     )

@@ -2,7 +2,8 @@
 
 The logits of a batch and what cross_entropy derives from them are the largest tensors of a step:
 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has changed returns the loss if it gets
-targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time.
+targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time. A
+compiled model computes all logits at once if they fit, because the compiler fuses what follows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 from support.train_state import unwrapped
-from support.units import IGNORED, number_of_chunks
+from support.units import IGNORED, fits_in_graph, number_of_chunks
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
 COMPUTED_IN_BACKWARD = (torch.float16,)
@@ -51,10 +52,16 @@ def next_token_loss(
     options = {} if positions is None else {"position_ids": positions}
     if isinstance(unwrapped(model), LossMixin):
         return model(inputs, targets=targets, tokens=tokens.long(), **options)
-    logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
-    return (
-        F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
-    )
+    logits = model(input_ids=inputs, use_cache=False, **options).logits
+    return cross_entropy(logits, targets, tokens)
+
+
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of the cross entropies / `tokens`, from logits [batch, length, vocabulary]."""
+    logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / tokens
 
 
 class LossMixin(nn.Module):
@@ -92,6 +99,9 @@ class OutputLayer(nn.Linear):
         """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32."""
         if targets is None or tokens is None:
             return super().forward(hidden)
+        if torch.compiler.is_compiling() and fits_in_graph(targets.numel(), self.out_features):
+            # The compiler fuses the operations of the loss, so it needs no chunks.
+            return cross_entropy(super().forward(hidden), targets, tokens)
         return self._loss(hidden, targets, tokens)
 
     @torch.compiler.disable  # the loop over chunks records no graph, so compiling it gains nothing

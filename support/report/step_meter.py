@@ -18,6 +18,7 @@ from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
 from support.report import PHASES
 from support.train_state import TrainingObjects, TrainState, unwrapped
+from support.units import fits_in_graph
 
 
 def create_meter(
@@ -30,12 +31,15 @@ def create_meter(
 ) -> StepMeter:
     """Return the meter of this rank's steps, which measures the memory of the last one."""
     module = unwrapped(objects.model)
+    tokens, vocabulary = args.batch_size * args.seq_length, spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
+        if spec.chunked_loss and args.compile and fits_in_graph(tokens, vocabulary):
+            return ctx.dtype.itemsize * tokens * vocabulary  # the logits
         if spec.chunked_loss:
             return module.get_output_embeddings().kept_bytes
         # A loss of all logits at once keeps their log-probabilities in fp32.
-        return 4 * args.batch_size * args.seq_length * spec.text_config.vocab_size
+        return 4 * tokens * vocabulary
 
     detailed = args.profile_memory or ctx.simulated
     step_memory = StepMemory(module, objects.optimizer, memory.peak, detailed, kept_by_loss)

@@ -149,13 +149,18 @@ def test_each_rank_writes_what_it_holds_and_only_data(uninterrupted, strategy):
     assert by_rank[0] == pytest.approx(by_rank[1], rel=0.02)
 
 
+def signal_rank_1(process):
+    """Send SIGUSR1 to rank 1 of a launcher."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if str(SCRIPT) in child.cmdline()]
+    next(child for child in ranks if child.environ()["RANK"] == "1").send_signal(signal.SIGUSR1)
+
+
 def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, uninterrupted, tmp_path):
     work = [*IN_BF16, *f"--strategy zero2 --output_dir {tmp_path} --logging_steps 1".split()]
     process = start([*launcher_command("torchrun", 2), SCRIPT, *work])
     wait_for("Epoch 1 | Batch 1/", process)
-    children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child for child in children if str(SCRIPT) in child.cmdline()]
-    next(child for child in ranks if child.environ()["RANK"] == "1").send_signal(signal.SIGUSR1)
+    signal_rank_1(process)
     finish(process, 40)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["status"] == "preempted" and 2 <= results["steps"] < 10
@@ -211,18 +216,18 @@ def test_exit_code_of_a_run_that_was_stopped(begin, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_a_signal_during_an_evaluation(script, begin, tmp_path):
-    """Before the first step at that, when there are no moments to save."""
-    work = [*ON_ONE, *"--eval_first --eval_samples 500 --max_steps 3 --output_dir".split()]
-    process = begin([*launcher_command("python", 1), SCRIPT, *work, tmp_path / "stopped"])
+def test_a_signal_to_one_rank_during_an_evaluation(script, tmp_path):
+    """Before the first step, when there are no moments to save."""
+    work = [*ON_TWO, *"--eval_first --eval_samples 2000 --max_steps 3 --output_dir".split()]
+    process = start([*launcher_command("torchrun", 2), SCRIPT, *work, tmp_path / "stopped"])
     wait_for("Dataset ready", process)
     time.sleep(0.5)
-    process.send_signal(signal.SIGUSR1)
-    finish(process, 30)
-    assert process.returncode == 75
+    signal_rank_1(process)
+    finish(process, 40)
+    assert status(tmp_path / "stopped") == "preempted"
     assert checkpoints(tmp_path / "stopped") == ["latest", *steps(0)]
-    script(*work, tmp_path / "stopped", "--resume", "--no_save")
-    script(*work, tmp_path / "whole")
+    script(*work, tmp_path / "stopped", "--resume", "--no_save", **TWO)
+    script(*work, tmp_path / "whole", **TWO)
     assert history(tmp_path / "stopped") == history(tmp_path / "whole")
 
 

@@ -18,6 +18,8 @@ COVERING = [
     ("infinity", 2, "bf16", ""),
     ("fsdp", 8, "bf16", ""),
     pytest.param("dp", 2, "bf16", "--lora_r 8", marks=pytest.mark.slow),
+    pytest.param("dp", 2, "fp32", "--compile", marks=pytest.mark.slow),
+    pytest.param("zero2", 2, "bf16", "--compile", marks=pytest.mark.slow),
     pytest.param("fsdp", 2, "bf16", "--lora_r 8", marks=pytest.mark.slow),
 ]
 

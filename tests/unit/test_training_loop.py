@@ -42,15 +42,15 @@ def one_step(ctx, monkeypatch):
 
     def run(precision="fp32", train_epoch=program.train_epoch_ddp, step=0):
         torch.manual_seed(0)
-        model, gradients, run = Engine(4, 1), [], MagicMock()
+        model, gradients, run = Engine(4, 1, bias=False), [], MagicMock()
         model.weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters())
         scaler, flag = scaler_of(ctx, precision), torch.zeros((), dtype=torch.bool)
         objects = TrainingObjects(model, optimizer, scaler, None, flag)
         micro_batches = [(torch.full((2, 4), n + 1), torch.ones(2, 4), None) for n in range(3)]
         state = TrainState(total_steps=9, num_sequences=99, global_batch=6, step=step)
         run.manager.stop_requested.return_value = False
-        args = parse_arguments(["--max_grad_norm", "0.5"])
+        args = parse_arguments(["--max_grad_norm", "0.5", "--lr", "0.1"])
         train_epoch(objects, [StepBatch(micro_batches, tokens=24)], state, run, args, ctx)
         norm = run.log_step.call_args.args[2]
         return model.weight.detach(), gradients, norm, seeds[-3:]
@@ -65,6 +65,15 @@ def scaler_of(ctx, precision: str) -> torch.amp.GradScaler:
     scaler = program.wrap(torch.nn.Linear(1, 1), None, args, ctx).scaler
     ctx.precision = "fp32"  # fp16 needs a GPU; scaling does not
     return scaler
+
+
+def test_the_update_is_clipped(one_step):
+    torch.manual_seed(0)
+    before = Engine(4, 1, bias=False).weight.detach()
+    after, _, norm, _ = one_step()
+    assert norm > 0.5
+    # SGD's update is the learning rate times the gradient, whose norm is clipped to 0.5.
+    assert torch.linalg.vector_norm(after - before).item() == pytest.approx(0.1 * 0.5, rel=1e-4)
 
 
 def test_fp16_scales_the_loss_and_not_the_update(one_step):
