@@ -19,14 +19,15 @@ the parameters (P), the gradients (G) and the optimizer states (O):
     infinity  P/N, G/N, O/N    zero3 with P and O on NVMe
     fsdp      P/N, G/N, O/N    PyTorch FSDP2 (fully_shard)
 
-In 16 bit, O of the DeepSpeed strategies includes fp32 master weights. With gradient accumulation,
-fsdp stores G until the last micro-batch. What the ranks send in a step, besides a few scalars:
+With bf16 or fp16, P of the DeepSpeed strategies has 16 bits and O includes fp32 master weights; dp
+and fsdp store P in fp32. With gradient accumulation, fsdp stores a whole G until the last
+micro-batch. What the ranks send in a step, besides a few scalars:
 
     dp           last backward: all-reduce of G
     zero1        last backward: reduction of G; step: each rank updates P/N, then all-gather of P
-    zero2        each backward: reduction of G to its owners; step: as zero1
+    zero2        each backward: reduction of G to its owners; step: as zero1 (so does offload)
     zero3, fsdp  all-gather of a layer's P before its forward and backward; reduce-scatter of its G
-                 (fsdp: in the last backward); step: each rank updates its shard
+                 (fsdp: in the last backward); step: each rank updates its shard (so does infinity)
 
 All strategies train the same model: for the same global batch and without dropout the losses agree
 up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
@@ -99,7 +100,8 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     run.memory.note("wrapped")
 
     manager = CheckpointManager(args, ctx, run.folder, objects, spec, dataset)
-    counters = manager.resume(checkpoint)  # loads weights and states; the counters, or zeros
+    # Loads the weights and states; the counters are the step, the epoch, the place in it, …, or 0.
+    counters = manager.resume(checkpoint)
     state = data.train_state(counters, train_data, args, ctx.world_size)
     if run.was_complete_at(args, state):  # --resume of a completed run
         run.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
@@ -128,7 +130,8 @@ def train_and_evaluate(
     train_data, validation = datasets
     uses_deepspeed = STRATEGIES[args.strategy].uses_deepspeed
     train_epoch = train_epoch_deepspeed if uses_deepspeed else train_epoch_ddp
-    # A checkpoint is saved before the evaluation of its step, so a resumed run may begin with one.
+    # A checkpoint is saved before the evaluation of its step: a resumed run may have to begin with
+    # that evaluation.
     due = args.eval_first if state.step == 0 else state.evaluation_is_due
     due = due or args.eval_only
     eval_loss = None
@@ -169,12 +172,12 @@ def train_epoch_ddp(
         step_loss = torch.zeros((), device=ctx.device)
         run.meter.mark("data")  # the meter only measures: mark(name) ends a phase of the step
 
-        for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
-            is_last = micro_step + 1 == len(step_batch.batches)
+        for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
+            is_last = micro_step + 1 == len(step_batch.micro_batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
             with gradient_sync(model, needed=is_last):  # reduce the gradients once per step
                 with autocast(model, ctx):
-                    # The sum of the micro-batch's token losses, divided by valid_tokens.
+                    # The sum of the losses of predicting each next token, divided by valid_tokens.
                     loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
                 run.meter.mark("forward")
                 # DDP and FSDP average the gradients over the ranks. valid_tokens counts the tokens
@@ -186,10 +189,10 @@ def train_epoch_ddp(
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
         run.meter.after_backward()
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
-        grad_norm = gradients.gradient_norm(model)  # over all shards; in fp64 on a CPU
+        grad_norm = gradients.gradient_norm(model)  # over all shards, before clipping
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        # If not finite: skips all updates from here on; the run ends when a loss is next logged.
+        # Non-finite loss (or norm, except in fp16): no more updates, an error at the next log line.
         gradients.check_finite(objects, step_loss, grad_norm, ctx)
         scaler.step(optimizer)
         scaler.update()
@@ -197,7 +200,7 @@ def train_epoch_ddp(
         run.meter.mark("update")
 
         state.advance()
-        run.log_step(step_loss, lr, grad_norm, all_tokens)  # its line of metrics.jsonl
+        run.log_step(step_loss, lr, grad_norm, all_tokens)  # to metrics.jsonl at --logging_steps
         if save_or_stop(state, stop_requests, run, args):
             break
 
@@ -221,11 +224,11 @@ def train_epoch_deepspeed(
         step_loss = torch.zeros((), device=ctx.device)
         run.meter.mark("data")
 
-        for micro_step, (inputs, labels, positions) in enumerate(step_batch.batches):
-            is_last = micro_step + 1 == len(step_batch.batches)
+        for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
+            is_last = micro_step + 1 == len(step_batch.micro_batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
-            # engine.step() updates after the last micro-batch only. DeepSpeed cannot count them,
-            # because the last step of an epoch may be short.
+            # Tells backward() and step() whether this micro-batch is the last one of the step.
+            # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
             run.meter.mark("forward")
@@ -237,7 +240,7 @@ def train_epoch_deepspeed(
 
         dist.all_reduce(step_loss)
         run.meter.after_backward()
-        gradients.check_finite(objects, step_loss, None, ctx)  # step() computes the norm itself
+        gradients.check_finite(objects, step_loss, None, ctx)  # the loss: step() computes the norm
         engine.step()  # clips, updates this rank's part of the weights, all-gathers, clears G
         grad_norm = engine.get_global_grad_norm()
         run.meter.mark("update")
@@ -286,7 +289,7 @@ def rest_of_epoch(
     order = train_data.epoch_order(args.seed, state.epoch)[state.position :]
     accumulation = args.gradient_accumulation_steps
     batches = split_over_ranks(train_data, order, args.batch_size, accumulation, ctx)
-    return data.copy_ahead(batches, ctx.device)
+    return data.copy_ahead(batches, ctx.device)  # copies the next batch while a GPU computes
 
 
 def split_over_ranks(
@@ -294,10 +297,11 @@ def split_over_ranks(
 ) -> Iterator[data.StepBatch]:
     """Yield this rank's micro-batches of each optimizer step.
 
-    The order is cut into global batches of batch_size × world_size × accumulation sequences. For
-    the same global batch, the number of ranks changes only which rank computes a sequence, not the
-    step that uses it. Every micro-batch has batch_size rows on every rank; missing sequences become
-    rows whose labels are all ignored.
+    The order is cut into global batches of batch_size × world_size × accumulation sequences. With
+    2 × 2 × 2, rank 0 takes the sequences 0 1 and 4 5 of the order in its two micro-batches, rank 1
+    takes 2 3 and 6 7. For the same global batch, the number of ranks changes only which rank
+    computes a sequence, not the step that uses it. Every micro-batch has batch_size rows on every
+    rank; missing sequences become rows whose labels are all ignored.
 
     Yields:
         A StepBatch, whose micro-batches are (inputs, labels, positions), each int64
@@ -328,8 +332,8 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
         all tokens without padding, and the number of ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=ctx.device)
-    # The first token of a sequence is not predicted from anything.
-    counts[0] = sum((labels[:, 1:] != data.IGNORED).sum() for _, labels, _ in step_batch.batches)
+    for _, labels, _ in step_batch.micro_batches:
+        counts[0] += (labels[:, 1:] != data.IGNORED).sum()  # nothing predicts the first token
     counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(ctx.stop.requested))
     dist.all_reduce(counts)
@@ -364,8 +368,8 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     """Save a checkpoint if one is due; return whether to leave this loop, to evaluate or to end.
 
     A checkpoint contains the weights, the optimizer's states, the loss scaler, the counters of
-    `state` and, with --streaming, the position in the stream. Dropout and the order of other data
-    follow from --seed and the counters.
+    `state` and, with --streaming, the position in the stream. Dropout and the order of data that is
+    not streamed follow from --seed and the counters.
 
     Args:
         stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
@@ -390,7 +394,7 @@ def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContex
     """
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
-    one = torch.ones((), device=ctx.device)  # as the divisor: the sum of the losses
+    one = torch.ones((), device=ctx.device)  # the divisor, so that the losses are only summed
     validation = validation.take(args.eval_samples or args.num_samples or validation.num_sequences)
     order = np.arange(validation.num_sequences)
     batch_size = args.eval_batch_size or args.batch_size
@@ -400,7 +404,7 @@ def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContex
         # Not for each batch, because this check synchronizes the ranks.
         if number % 8 == 0 and ctx.asked_to_stop():
             return None
-        [(inputs, labels, positions)] = step_batch.batches
+        [(inputs, labels, positions)] = step_batch.micro_batches
         with autocast(model, ctx):
             total[0] += next_token_loss(model, inputs, labels, one, positions)
         total[1] += (labels[:, 1:] != data.IGNORED).sum()
@@ -437,7 +441,8 @@ def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.
         model = spec.load(ctx)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    dist.barrier()  # all ranks have read the weights before their temporary folder is removed
+    # All ranks have read the weights before the temporary folder of random weights is removed.
+    dist.barrier()
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
         spec.remove_drawn_weights()
     return model
@@ -459,7 +464,7 @@ def wrap(model: nn.Module, train_data: Any, args: Arguments, ctx: DistContext) -
     scaling = ctx.precision == "fp16" and not strategy.uses_deepspeed
     scaler = gradients.loss_scaler(ctx, enabled=scaling)
     stream = train_data if args.streaming else None
-    # True from the first non-finite loss or gradient norm on; on the device, to avoid a wait.
+    # True from the first non-finite loss or gradient norm on; the host does not wait to read it.
     found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
     return TrainingObjects(model, optimizer, scaler, stream, found_inf)
 
@@ -551,7 +556,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
     if args.compile:
-        sharded.get_output_embeddings().compile()  # with the loss
+        sharded.get_output_embeddings().compile()  # the output layer, which computes the loss
     sharded.to_empty(device="cpu" if args.fsdp.offload else ctx.device)
     fsdp.fill_from_rank0(sharded, full_model, ctx)
     return sharded

@@ -23,7 +23,7 @@ def show_sample(args: Arguments, ctx: DistContext) -> int:
         from support.data import streaming
 
         stream, _, _ = streaming.open_stream(args, ctx, tokenizer)
-        inputs, labels = next(stream.step_batches(ctx.device)).batches[0][:2]
+        inputs, labels = next(stream.step_batches(ctx.device)).micro_batches[0][:2]
     else:
         train, _, _ = batches.open_tokenized(args.replace(eval_only=False), ctx, tokenizer)
         inputs, labels = train.read(np.arange(1))[:2]

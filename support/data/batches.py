@@ -227,7 +227,7 @@ def total_steps(
 class StepBatch:
     """The step batch of one rank: its micro-batches of one optimizer step."""
 
-    batches: list[MicroBatch]  # micro-batches of batch_size sequences
+    micro_batches: list[MicroBatch]  # of batch_size sequences each
     tokens: int  # number of tokens in them, without padding
     state: Any = None  # with --streaming the position of the stream after this step
 
@@ -290,7 +290,8 @@ def copy_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[Ste
     ahead = None
     for step_batch in steps:
         if device.type == "cuda":
-            step_batch.batches = [tuple(map(copy, micro)) for micro in step_batch.batches]  # type: ignore[misc]
+            on_device = [tuple(map(copy, micro)) for micro in step_batch.micro_batches]
+            step_batch.micro_batches = on_device  # type: ignore[assignment]
         if ahead:
             yield ahead
         ahead = step_batch

@@ -85,7 +85,7 @@ def blocks_of(stream, steps):
     """The sequences of so many steps, and the state after each."""
     found = []
     for step, _ in zip(stream.step_batches(CPU), range(steps), strict=False):
-        blocks = torch.cat([inputs for inputs, _, _ in step.batches]).tolist()
+        blocks = torch.cat([inputs for inputs, _, _ in step.micro_batches]).tolist()
         found.append((blocks, json.loads(json.dumps(stream.progress()))))
     stream.summary()
     return found
@@ -235,7 +235,7 @@ def test_positions_of_a_stream_restart_where_a_document_begins(tmp_path):
     rows, tokenizer = [{"text": "word " * 9}] * 9, tokenizer_of("gpt2")
     file = as_lines(tmp_path / "rows.jsonl", rows)
     stream = stream_of(file, tokenizer, isolate_documents=True)
-    inputs, labels, positions = next(stream.step_batches(CPU)).batches[0]
+    inputs, labels, positions = next(stream.step_batches(CPU)).micro_batches[0]
     stream.summary()
     begins = (inputs == tokenizer.eos_token_id).roll(1, 1)
     begins[:, 0] = True

@@ -181,7 +181,7 @@ def test_batches_are_locked_and_sent_without_waiting_one_ahead():
             sent.append((device, self.locked, non_blocking))
             return self
 
-    step_batches = [SimpleNamespace(batches=[(Batch(), Batch())]) for _ in range(3)]
+    step_batches = [SimpleNamespace(micro_batches=[(Batch(), Batch())]) for _ in range(3)]
     for number, step_batch in enumerate(data.copy_ahead(iter(step_batches), GPU), 1):
         assert step_batch is step_batches[number - 1]
         assert len(sent) == 2 * min(number + 1, 3)

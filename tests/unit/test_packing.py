@@ -86,9 +86,9 @@ def test_packed_sequences_have_the_same_examples(pairs, tmp_path):
     for file, share in zip((plain, packed), shares, strict=True):
         order = file.epoch_order(0, 1)
         steps = list(split_over_ranks(file, order, 4, 1, ctx))
-        size = sum(step.batches[0][0].shape[1] * 4 for step in steps[:-1])
+        size = sum(step.micro_batches[0][0].shape[1] * 4 for step in steps[:-1])
         last = file.num_sequences - 4 * (len(steps) - 1)
-        size += steps[-1].batches[0][0].shape[1] * last
+        size += steps[-1].micro_batches[0][0].shape[1] * last
         assert 1 - sum(step.tokens for step in steps) / size == pytest.approx(share, abs=1e-4)
 
 
@@ -99,7 +99,7 @@ def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
     stream = stream_of(pairs, tokenizer, **flags)
     batches, places = [], []
     for step in stream.step_batches(cpu):
-        batches.append(step.batches[0])
+        batches.append(step.micro_batches[0])
         places.append(json.loads(json.dumps(stream.progress())))
         if step.state["passes"] >= 2:
             break
@@ -113,7 +113,7 @@ def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
         resumed.resume(places[step])
         again = resumed.step_batches(cpu)
         for batch in batches[step + 1 : step + 4]:
-            assert all(map(torch.equal, next(again).batches[0], batch))
+            assert all(map(torch.equal, next(again).micro_batches[0], batch))
         resumed.summary()
 
 
