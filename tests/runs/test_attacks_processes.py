@@ -127,6 +127,14 @@ def test_the_first_error_stays_and_a_good_end_stays(tmp_path, status, first, aft
 # --------------------------------------------------------------------------------------- full disks
 
 
+def test_an_error_is_recorded_on_a_full_disk(disk):
+    folder = disk(1)
+    results = results_of(folder)
+    fill(folder)
+    assert results.fail(TrainingError("No space left"))
+    assert json.loads((folder / "results.json").read_text())["reason"] == "No space left"
+
+
 def test_full_disk_while_metrics_are_written(disk):
     folder = disk(1)
     flags = [*TINY, "--epochs", "1000", "--logging_steps", "1", "--output_dir", folder / "out"]

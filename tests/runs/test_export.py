@@ -84,6 +84,14 @@ def test_to_torch(saved, convert, tmp_path):
     assert all(moment.abs().max() > 0 for moment in optimizer["exp_avg_sq"].values())
 
 
+def test_an_export_to_a_full_disk_goes_to_the_temporary_folder(script, disk, tmp_path):
+    flags = "--seq_length 32 --max_steps 1 --no_eval --no_save --output_dir".split()
+    run = script(*flags, disk(2) / "out", env={"TMPDIR": str(tmp_path)}, ok=False)
+    [folder] = tmp_path.glob("distributed_training_export_*")
+    assert run.code == 1 and "No space left" in run.error and str(folder) in run.error
+    assert load_exported(folder)
+
+
 def test_a_damaged_or_wrong_source_is_refused(saved, convert, tmp_path):
     copy = shutil.copytree(saved.folder / "checkpoints", tmp_path / "copy")
     file = next(copy.rglob("*.safetensors"))

@@ -19,6 +19,11 @@ ERRORS = [
 ]
 
 
+def test_an_error_of_torch_is_shown_without_its_bold_letters():
+    shown = str(explain(RuntimeError("\x1b[1mtensor\x1b[0m is on cpu\nand a second line")))
+    assert "tensor is on cpu" in shown and "\x1b" not in shown and "second" not in shown
+
+
 @pytest.mark.parametrize("error, said", ERRORS)
 def test_library_error_gets_advice(error, said):
     name, _, text = error.partition(": ")
