@@ -103,14 +103,18 @@ def return_freed_memory() -> None:
     _mallopt({M_MMAP_THRESHOLD: 1 << 20})
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """Keep the memory of one step's tensors for the next step, if a CPU trains.
+def keep_freed_memory(large: bool) -> None:
+    """Keep the memory of one step's tensors for the next step, where a CPU trains.
 
     Returning it to the kernel causes page faults at every step. benchmarks/RESULTS.md has their
     cost for GPT-2 124M.
+
+    Args:
+        large: also keep tensors of 8 MB and more, which fragments the heap.
     """
-    if device.type == "cpu":  # no tensor gets its own memory mapping, which would end with it
-        _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
+    # Without memory mappings no tensor is returned alone.
+    mapped = {M_MMAP_MAX: 0} if large else {M_MMAP_THRESHOLD: 8 << 20}
+    _mallopt({**mapped, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
 
 
 def _mallopt(settings: dict[int, int]) -> None:

@@ -137,15 +137,21 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def predicted_bytes(args: Arguments, ctx, spec) -> dict[str, int] | None:
-    """Return the memory estimate of this run by kind, or None if it does not support the run."""
+def estimate_of(args: Arguments, ctx, spec) -> MemoryEstimate | None:
+    """Return the memory estimate of this run, or None if it does not support the run."""
     try:
         model = read_architecture(spec.config.to_dict(), args.model)
         if configured_strategy(args) != STRATEGIES[args.strategy]:
             return None
-        return predict(planned_work(args, ctx, model), args.strategy).sizes()
+        return predict(planned_work(args, ctx, model), args.strategy)
     except UserError:
         return None
+
+
+def has_room(args: Arguments, ctx, spec) -> bool:
+    """Return whether this run needs less than half of the memory, by the estimate."""
+    estimate = estimate_of(args, ctx, spec)
+    return estimate is not None and memory_limits(ctx).hold(estimate, 0.5)
 
 
 def ways_to_fit(args: Arguments, ctx, spec) -> list[str]:

@@ -202,7 +202,8 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter
             "The simulated steps updated no weights, so Adam's states are missing in the measured "
             "memory."
         )
-    return found | {"predicted_bytes": fit.predicted_bytes(args, ctx, spec)}
+    estimate = fit.estimate_of(args, ctx, spec)
+    return found | {"predicted_bytes": estimate and estimate.sizes()}
 
 
 # ----------------------------------------------------------------------------------- printed lines

@@ -172,7 +172,10 @@ class Run:
         if ctx.is_main:
             self.file.cut_at(state.step)
         MONITOR.watchdog.state = state
-        keep_freed_memory(ctx.device)  # for the next step; see support/cluster/tuning.py
+        if ctx.device.type == "cpu":
+            from support.memory.fit import has_room
+
+            keep_freed_memory(large=has_room(args, ctx, manager.spec))
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if values := restart_values(args, self.folder):
             MONITOR.restart = Restart(values, self._smaller_batch_may_help)
