@@ -8,26 +8,22 @@
     accelerate launch --multi_gpu --num_processes 4 real_model_example.py --strategy fsdp
     srun --ntasks=8 --kill-on-bad-exit=1 python real_model_example.py --strategy zero3   # Slurm
 
-The flag --strategy chooses how the model is spread over the ranks. What each of N ranks stores of
-the parameters (P), the gradients (G) and the optimizer states (O):
+The flag --strategy chooses how the parameters (P), the gradients (G) and the optimizer states (O)
+are distributed over the N ranks. What each rank stores, and what the ranks send in a step:
 
-    dp        P,   G,   O      PyTorch DistributedDataParallel
-    zero1     P,   G,   O/N    DeepSpeed ZeRO stage 1
-    zero2     P,   G/N, O/N    DeepSpeed ZeRO stage 2
-    zero3     P/N, G/N, O/N    DeepSpeed ZeRO stage 3
-    offload   P,   G/N, O/N    zero2 with G and O in host memory, and the optimizer step on the CPU
-    infinity  P/N, G/N, O/N    zero3 with P and O on NVMe
-    fsdp      P/N, G/N, O/N    PyTorch FSDP2 (fully_shard)
+    dp        P    G    O     PyTorch DistributedDataParallel: all-reduce of G in the last backward
+    zero1     P    G    O/N   DeepSpeed ZeRO stage 1: reduction of G in the last backward; each rank
+                              updates P/N; then an all-gather of P
+    zero2     P    G/N  O/N   stage 2: as zero1, but with a reduction of G in each backward
+    zero3     P/N  G/N  O/N   stage 3: all-gather of a layer's P before its forward and its
+                              backward; reduce-scatter of its G; each rank updates its shards
+    offload   P    G/N  O/N   zero2 with G and O in host memory; the CPU updates P
+    infinity  P/N  G/N  O/N   zero3 with P and O on NVMe and G in host memory
+    fsdp      P/N  G/N  O/N   PyTorch FSDP2 (fully_shard): as zero3, but with the reduce-scatter in
+                              the last backward only; until then a rank stores whole gradients
 
-With bf16 or fp16, P of the DeepSpeed strategies has 16 bits and O includes fp32 master weights; dp
-and fsdp store P in fp32. With gradient accumulation, fsdp stores a whole G until the last
-micro-batch. What the ranks send in a step, besides a few scalars:
-
-    dp           last backward: all-reduce of G
-    zero1        last backward: reduction of G; step: each rank updates P/N, then all-gather of P
-    zero2        each backward: reduction of G to its owners; step: as zero1 (so does offload)
-    zero3, fsdp  all-gather of a layer's P before its forward and backward; reduce-scatter of its G
-                 (fsdp: in the last backward); step: each rank updates its shard (so does infinity)
+The last backward is that of the last micro-batch of a step. dp and fsdp store P in fp32. DeepSpeed
+stores P in the precision of the computation, and O includes an fp32 copy of P.
 
 All strategies train the same model: for the same global batch and without dropout the losses agree
 up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
@@ -42,10 +38,10 @@ import sys
 from support import startup
 
 if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and wrong flags are answered at once.
+    # Before torch is imported: it reads environment variables that this sets. A wrong flag is
+    # reported at once.
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -55,28 +51,34 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from support.checkpoints.manager import CheckpointManager, TrainingObjects
+from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data import batches as data
+from support.data.opening import open_dataset
 from support.model import resolve as models
-from support.model.loss import next_token_loss
+from support.model.loss import computes_loss
 from support.report.run import Run
 from support.strategies import deepspeed as zero
-from support.strategies import fsdp, gradients
+from support.strategies import gradients
 from support.tables import STRATEGIES
-from support.train_state import TrainState
+from support.train_state import TrainingObjects, TrainState
+
+
+def main() -> None:
+    """Run train() on this rank, one of the processes that the launcher has started."""
+    # Selects the GPU and initializes the process group first. If one rank fails, all ranks end.
+    startup.run_on_all_ranks(train, ARGS, LAUNCH)
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
     """Load, wrap, resume, train, evaluate, export and report.
 
     Args:
-        args: the flags.
         ctx: this process: its rank, world size, device, precision and stop signal.
     Returns:
         The wrapped model; a DeepSpeed engine must be destroyed before the process ends.
@@ -100,7 +102,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     run.memory.note("wrapped")
 
     manager = CheckpointManager(args, ctx, run.folder, objects, spec, dataset)
-    # Loads the weights and states; the counters are the step, the epoch, the place in it, …, or 0.
+    # Loads the weights and optimizer states, and returns the counters, which are 0 in a new run.
     counters = manager.resume(checkpoint)
     state = data.train_state(counters, train_data, args, ctx.world_size)
     if run.was_complete_at(args, state):  # --resume of a completed run
@@ -124,14 +126,15 @@ def train_and_evaluate(
 
     Args:
         datasets: the training sequences and the validation sequences.
+        state: the counters: step, samples, epoch, position (the sequences used in this epoch).
     Returns:
         The loss of the last evaluation, or None if there was none.
     """
     train_data, validation = datasets
     uses_deepspeed = STRATEGIES[args.strategy].uses_deepspeed
     train_epoch = train_epoch_deepspeed if uses_deepspeed else train_epoch_ddp
-    # A checkpoint is saved before the evaluation of its step: a resumed run may have to begin with
-    # that evaluation.
+    # The evaluation comes first in the loop, because a step is saved before it is evaluated: after
+    # a resume its evaluation may be missing.
     due = args.eval_first if state.step == 0 else state.evaluation_is_due
     due = due or args.eval_only
     eval_loss = None
@@ -146,7 +149,7 @@ def train_and_evaluate(
             run.manager.after_evaluation(state)
         elif due:
             run.skip_evaluation()  # prints that there are no validation sequences
-        if state.finished:  # with --eval_only there is no step to train
+        if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
         train_epoch(objects, rest_of_epoch(train_data, state, args, ctx), state, run, args, ctx)
         due = state.evaluation_is_due
@@ -161,7 +164,7 @@ def train_epoch_ddp(
     args: Arguments,
     ctx: DistContext,
 ) -> None:
-    """Train the rest of an epoch in plain PyTorch (dp, fsdp), or until an evaluation is due."""
+    """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
     run.start_epoch()
@@ -175,15 +178,14 @@ def train_epoch_ddp(
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
-            with gradient_sync(model, needed=is_last):  # reduce the gradients once per step
-                with autocast(model, ctx):
-                    # The sum of the losses of predicting each next token, divided by valid_tokens.
-                    loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
-                run.meter.mark("forward")
-                # DDP and FSDP average the gradients over the ranks. valid_tokens counts the tokens
-                # of all ranks, so the factor world_size turns the average into the sum.
-                scaler.scale(loss * ctx.world_size).backward()
-                run.meter.mark("backward")
+            set_gradient_sync(model, is_last)  # the ranks reduce the gradients once per step
+            with autocast(model, ctx):
+                # The losses of this rank's tokens / the valid tokens of all ranks and micro-batches
+                loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
+            run.meter.mark("forward")
+            # DDP, FSDP and DeepSpeed average gradients over the ranks; world_size makes it a sum.
+            scaler.scale(loss * ctx.world_size).backward()
+            run.meter.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
@@ -192,14 +194,15 @@ def train_epoch_ddp(
         grad_norm = gradients.gradient_norm(model)  # over all shards, before clipping
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        # Non-finite loss (or norm, except in fp16): no more updates, an error at the next log line.
+        # After a non-finite loss (or norm, except in fp16) the optimizer skips this and all later
+        # updates, and the run fails when the loss is next logged.
         gradients.check_finite(objects, step_loss, grad_norm, ctx)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         run.meter.mark("update")
 
-        state.advance()
+        state.advance()  # step += 1, samples += the sequences of the global batch
         run.log_step(step_loss, lr, grad_norm, all_tokens)  # to metrics.jsonl at --logging_steps
         if save_or_stop(state, stop_requests, run, args):
             break
@@ -213,7 +216,7 @@ def train_epoch_deepspeed(
     args: Arguments,
     ctx: DistContext,
 ) -> None:
-    """Train the rest of an epoch with DeepSpeed, or until an evaluation is due."""
+    """Train with DeepSpeed's engine until the epoch ends or an evaluation is due."""
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
     run.start_epoch()
@@ -227,7 +230,7 @@ def train_epoch_deepspeed(
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
-            # Tells backward() and step() whether this micro-batch is the last one of the step.
+            # zero1 reduces the gradients in the last micro-batch only; the others in each one.
             # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
@@ -240,7 +243,7 @@ def train_epoch_deepspeed(
 
         dist.all_reduce(step_loss)
         run.meter.after_backward()
-        gradients.check_finite(objects, step_loss, None, ctx)  # the loss: step() computes the norm
+        gradients.check_finite(objects, step_loss, None, ctx)  # engine.step() computes the norm
         engine.step()  # clips, updates this rank's part of the weights, all-gathers, clears G
         grad_norm = engine.get_global_grad_norm()
         run.meter.mark("update")
@@ -262,13 +265,12 @@ def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
     warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return args.lr * (step + 1) / (warmup_steps + 1)
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    factors = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }
-    return args.lr * factors[args.lr_scheduler]
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if args.lr_scheduler == "linear":
+        return args.lr * (1 - progress)
+    if args.lr_scheduler == "cosine":
+        return args.lr * (0.5 * (1 + math.cos(math.pi * progress)))
+    return args.lr  # constant
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
@@ -280,9 +282,9 @@ def set_learning_rate(optimizer, lr: float) -> None:
 def rest_of_epoch(
     train_data: Any, state: TrainState, args: Arguments, ctx: DistContext
 ) -> Iterable[data.StepBatch]:
-    """Return this rank's step batches for the rest of the epoch, on the device.
+    """Return this rank's step batches on the device, without sequences used before a resume.
 
-    Their order depends on the seed and the epoch only. A resumed run skips what it has seen.
+    Their order depends on the seed and the epoch only.
     """
     if args.streaming:
         return train_data.step_batches(ctx.device)
@@ -297,16 +299,15 @@ def split_over_ranks(
 ) -> Iterator[data.StepBatch]:
     """Yield this rank's micro-batches of each optimizer step.
 
-    The order is cut into global batches of batch_size × world_size × accumulation sequences. With
-    2 × 2 × 2, rank 0 takes the sequences 0 1 and 4 5 of the order in its two micro-batches, rank 1
-    takes 2 3 and 6 7. For the same global batch, the number of ranks changes only which rank
-    computes a sequence, not the step that uses it. Every micro-batch has batch_size rows on every
-    rank; missing sequences become rows whose labels are all ignored.
+    The order is cut into global batches of batch_size × world_size × accumulation sequences, such
+    as 2 × 2 × 2: rank 0 computes the sequences 0 1 in its first micro-batch and 4 5 in its second,
+    rank 1 computes 2 3 and 6 7. For the same global batch, the number of ranks changes only which
+    rank computes a sequence. All ranks have as many micro-batches, as collectives require; rows
+    without a loss fill up short ones.
 
     Yields:
         A StepBatch, whose micro-batches are (inputs, labels, positions), each int64
-        [batch_size, length]. The positions restart at each document or example; None if they need
-        not.
+        [batch_size, length]. The positions restart at each isolated document; else None.
     """
     all_ranks = batch_size * ctx.world_size  # sequences of a micro-batch on all ranks
     for start in range(0, len(order), all_ranks * accumulation):
@@ -328,48 +329,63 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
     of them, so a mean over micro-batches or ranks would weight their tokens differently.
 
     Returns:
-        fp32 [3] on the device, which unpacks into scalar tensors: valid tokens (those with a loss),
-        all tokens without padding, and the number of ranks that received a stop signal.
+        fp32 [3] on the device (exact up to 2^24), which unpacks into scalar tensors: valid tokens
+        (those with a loss), all tokens without padding, ranks that received a stop signal.
     """
     counts = torch.zeros(3, device=ctx.device)
     for _, labels, _ in step_batch.micro_batches:
-        counts[0] += (labels[:, 1:] != data.IGNORED).sum()  # nothing predicts the first token
+        counts[0] += (labels[:, 1:] != data.IGNORED).sum()  # the first token is not predicted
     counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(ctx.stop.requested))
     dist.all_reduce(counts)
     return counts
 
 
+def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=None) -> torch.Tensor:
+    """Run the forward pass; return the sum of the next-token cross entropies / `valid_tokens`.
+
+    The call of `model` goes through DDP, FSDP or the engine, whose hooks gather parameters. The
+    inputs, labels and positions are those of a micro-batch, see split_over_ranks.
+    """
+    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
+    targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)  # position i predicts token i + 1
+    options = {} if positions is None else {"position_ids": positions}
+    if computes_loss(model):  # the output layer computes the same from chunks of the logits
+        # As an integer: FSDP's mixed precision would convert a float to bf16.
+        return model(inputs, targets=targets, tokens=valid_tokens.long(), **options)
+    logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
+    losses = F.cross_entropy(logits, targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
+    return losses / valid_tokens
+
+
 def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
     """Return the autocast context for 16-bit computation with fp32 weights.
 
-    DeepSpeed's engine, and in bf16 FSDP2's mixed-precision policy, convert the weights themselves.
+    DeepSpeed's engine, and in bf16 FSDP, convert the weights themselves.
     """
     is_engine = hasattr(model, "set_gradient_accumulation_boundary")
-    converted = is_engine or (fsdp.is_fsdp_module(model) and ctx.precision == "bf16")
-    enabled = ctx.precision != "fp32" and not converted
+    is_fsdp_in_bf16 = hasattr(model, "set_requires_gradient_sync") and ctx.precision == "bf16"
+    enabled = ctx.precision != "fp32" and not (is_engine or is_fsdp_in_bf16)
     return torch.autocast(ctx.device.type, ctx.dtype, enabled=enabled)
 
 
-@contextlib.contextmanager
-def gradient_sync(model: nn.Module, needed: bool) -> Iterator[None]:
-    """Reduce the gradients over the ranks in this backward pass only if `needed`.
+def set_gradient_sync(model: nn.Module, needed: bool) -> None:
+    """Choose, before the forward pass, whether the backward pass reduces the gradients.
 
     Only the last micro-batch of a step needs it. Until then FSDP stores whole gradients.
     """
-    if fsdp.is_fsdp_module(model):
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP
         model.set_requires_gradient_sync(needed)
-    skip_ddp_sync = isinstance(model, DistributedDataParallel) and not needed
-    with model.no_sync() if skip_ddp_sync else contextlib.nullcontext():
-        yield
+    elif isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = needed  # as model.no_sync() does
 
 
 def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args: Arguments) -> bool:
-    """Save a checkpoint if one is due; return whether to leave this loop, to evaluate or to end.
+    """Save a checkpoint if one is due; return whether the caller must leave its loop.
 
-    A checkpoint contains the weights, the optimizer's states, the loss scaler, the counters of
-    `state` and, with --streaming, the position in the stream. Dropout and the order of data that is
-    not streamed follow from --seed and the counters.
+    Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
+    counters of `state` and, with --streaming, the position in the stream. The learning rate, the
+    dropout and the order of other data follow from the flags and the counters.
 
     Args:
         stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
@@ -377,24 +393,22 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     every_steps = args.save_every and state.step % args.save_every == 0
     if every_steps or (args.save_epochs and state.at_end_of_epoch):
         run.save()
-    if run.manager.stop_requested(stop_requests):  # on a GPU, those of the previous step
+    if run.manager.stop_requested(stop_requests):  # on a GPU one step later, without a wait
         run.preempt()  # saves a checkpoint and raises Preempted
     return state.evaluation_is_due or state.finished
 
 
-# =========================================================================== evaluation and data
+# ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContext) -> float | None:
-    """Compute the mean loss over the validation tokens.
-
-    The ranks share the sequences as in training, so every token counts exactly once.
+    """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
     """
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
-    one = torch.ones((), device=ctx.device)  # the divisor, so that the losses are only summed
+    divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
     validation = validation.take(args.eval_samples or args.num_samples or validation.num_sequences)
     order = np.arange(validation.num_sequences)
     batch_size = args.eval_batch_size or args.batch_size
@@ -406,27 +420,10 @@ def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContex
             return None
         [(inputs, labels, positions)] = step_batch.micro_batches
         with autocast(model, ctx):
-            total[0] += next_token_loss(model, inputs, labels, one, positions)
+            total[0] += next_token_loss(model, inputs, labels, divisor, positions)
         total[1] += (labels[:, 1:] != data.IGNORED).sum()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
-
-
-def open_dataset(args: Arguments, ctx: DistContext, tokenizer) -> tuple[Any, Any, dict]:
-    """Tokenize the corpus, once per node, and cut it into sequences; a stream is only opened.
-
-    Returns:
-        The training sequences, the validation sequences, and the dataset's entry in results.json.
-    """
-    if args.streaming:
-        from support.data.streaming import open_stream
-
-        opened: tuple[Any, Any, dict] = open_stream(args, ctx, tokenizer)
-    else:
-        opened = data.open_tokenized(args, ctx, tokenizer)
-    train_data, validation, facts = opened
-    data.check_validation(validation, args)
-    return train_data, validation, facts
 
 
 # ================================================================ strategies: load, wrap, optimizer
@@ -441,10 +438,9 @@ def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.
         model = spec.load(ctx)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # All ranks have read the weights before the temporary folder of random weights is removed.
-    dist.barrier()
+    dist.barrier()  # all ranks have read the weights
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        spec.remove_drawn_weights()
+        spec.remove_drawn_weights()  # random weights are in a temporary folder
     return model
 
 
@@ -460,26 +456,21 @@ def wrap(model: nn.Module, train_data: Any, args: Arguments, ctx: DistContext) -
     else:
         if strategy.engine == "ddp":
             model = wrap_with_ddp(model, args, ctx)
+        # The parameters of a model under FSDP are shards, so the optimizer states are shards, too.
         optimizer = create_optimizer(parameter_groups(model, args), args)
     scaling = ctx.precision == "fp16" and not strategy.uses_deepspeed
     scaler = gradients.loss_scaler(ctx, enabled=scaling)
-    stream = train_data if args.streaming else None
-    # True from the first non-finite loss or gradient norm on; the host does not wait to read it.
-    found_inf = torch.zeros((), dtype=torch.bool, device=ctx.device)
-    return TrainingObjects(model, optimizer, scaler, stream, found_inf)
+    return TrainingObjects(model, optimizer, scaler, train_data if args.streaming else None)
 
 
 def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
     """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
-
-    def is_matrix(parameter: nn.Parameter) -> bool:
-        # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
-        return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-
     trained = [p for p in model.parameters() if p.requires_grad]
+    # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
+    is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in trained}
     groups = [
-        {"params": [p for p in trained if is_matrix(p)], "weight_decay": args.weight_decay},
-        {"params": [p for p in trained if not is_matrix(p)], "weight_decay": 0.0},
+        {"params": [p for p in trained if is_matrix[p]], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if not is_matrix[p]], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
@@ -518,8 +509,6 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
         # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
         broadcast_buffers=False,
     )
-    if ctx.simulated:  # DDP's own all-reduce fails in the fake process group
-        wrapped.register_comm_hook(None, noop_hook)
     return wrapped
 
 
@@ -529,29 +518,26 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
 
     The sharded model is built without memory; then rank 0's weights are broadcast one by one.
     """
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    from support.strategies import fsdp
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
-    # bf16: computes in bf16, keeps the shards and reduces in fp32. fp16 is left to autocast.
+    # bf16: gathers and computes in bf16, stores the shards and reduces in fp32. fp16 is left to
+    # autocast, whose 16-bit copies of the weights stay in memory until the backward pass.
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
-    on_cpu = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-    options = {
-        "mesh": ctx.mesh(args.fsdp.hybrid),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": on_cpu if args.fsdp.offload else OffloadPolicy(),
-    }
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": ctx.mesh(args.fsdp.hybrid), "mp_policy": precision}
+    if args.fsdp.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
     blocks = fsdp.blocks_to_shard(sharded, args.fsdp)
-    for block in blocks:
+    for block in blocks:  # hooks gather a block's parameters before it computes, and free them
         if args.compile:
             block.compile()
         fully_shard(block, reshard_after_forward=args.fsdp.reshard_after_forward, **options)
-    fully_shard(sharded, **options)  # the rest; it stays gathered from forward to backward
+    # The rest (embeddings, last norm) stays gathered from the forward to the backward pass.
+    fully_shard(sharded, **options)
     if args.fsdp.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
@@ -568,15 +554,29 @@ def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSp
 
     The weight file is memory-mapped. A rank never stores more than its shards and one parameter.
     """
+    import deepspeed
+
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
-    return zero.partition_parameters(spec.load(ctx, dtype="auto"), args, ctx)
+    model = spec.load(ctx, dtype="auto")
+    one_by_one = zero.OneByOne(model, ctx.dtype)
+    with zero.quiet(args.verbose):
+        deepspeed.zero.Init(module=one_by_one, config_dict_or_path=args.ds_config_dict)
+    for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
+        buffer.data = buffer.data.to(ctx.device)
+    return model
 
 
 def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
     """Create the DeepSpeed engine, which owns the optimizer and shards its states.
 
-    Its configuration, <output_dir>/ds_config.json, describes AdamW; DeepSpeed calls
-    create_optimizer for the others.
+    Its configuration is <output_dir>/ds_config.json. The strategies differ in "zero_optimization":
+
+        zero1, zero2, zero3   "stage": 1, 2 or 3
+        offload               "stage": 2, "offload_optimizer": {"device": "cpu"}
+        infinity              "stage": 3, "offload_optimizer", "offload_param": {"device": "nvme"}
+
+    "gradient_clipping" is --max_grad_norm. "optimizer" is AdamW; for the others DeepSpeed calls
+    create_optimizer. There is no "scheduler": the loop sets the learning rate.
     """
     import deepspeed
 
@@ -594,5 +594,4 @@ def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
 
 
 if __name__ == "__main__":
-    # Initializes the process group, calls train(ARGS, ctx), and ends all ranks together.
-    startup.run_on_all_ranks(train, ARGS, LAUNCH)
+    main()

@@ -45,8 +45,8 @@ import numpy as np
 
 from benchmarks.bench import PROJECT, SCRIPT, TORCHRUN, end_family
 from support.cluster.tuning import cpu_computes_bf16
-from support.console import replace_section
 from support.tables import CONFIGS, EMBEDDED_MODEL
+from support.text_tables import replace_section
 from support.units import GB
 
 DRIVERS = PROJECT / "benchmarks" / "drivers.py"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import process
+from support import process, programs
 from support.cli import argument_types as kinds
 from support.errors import EXIT_COMPLETED, UserError, first_line, redact
 from support.files.atomic import write_atomically, write_text
@@ -124,4 +124,4 @@ def parse() -> kinds.Options:
 
 if __name__ == "__main__":
     process.catch_signals()
-    process.run_command_line(main)
+    programs.run_command_line(main)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import process
+from support import process, programs
 
 if __name__ == "__main__":
     process.catch_signals()
@@ -76,4 +76,4 @@ def run(args) -> None:
 
 
 if __name__ == "__main__":
-    process.run_command_line(main)
+    programs.run_command_line(main)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import process
+from support import process, programs
 
 if __name__ == "__main__":
     process.catch_signals()
@@ -148,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process.run_command_line(main, printed=False)
+    programs.run_command_line(main, printed=False)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import process
+from support import process, programs
 
 if __name__ == "__main__":
     process.catch_signals()
@@ -36,16 +36,16 @@ if __name__ == "__main__":
 from support.cli import argument_types as kinds
 from support.cli.argument_types import Options
 from support.cli.arguments import choose_seq_length
-from support.console import text_table
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.memory import fit
 from support.memory.activations import STEP
-from support.memory.architectures import find_architecture
+from support.memory.architectures import find_architecture, name_on_hub
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all
 from support.memory.fit import PREFERENCE, Limits
 from support.memory.workload import Workload, workload_of
 from support.report import cost
-from support.tables import OPTIMIZERS, name_on_hub
+from support.tables import OPTIMIZERS
+from support.text_tables import text_table
 from support.units import GB
 
 SIZE = kinds.positive_float
@@ -305,4 +305,4 @@ def solve(args: Options, work: Workload, limits: Limits) -> int:
 
 
 if __name__ == "__main__":
-    process.run_command_line(main)
+    programs.run_command_line(main)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import process
+from support import process, programs
 from support.cli import argument_types as kinds
 from support.errors import UserError
 from support.files.atomic import write_text
@@ -42,4 +42,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     process.catch_signals()
-    process.run_command_line(main, printed=False)
+    programs.run_command_line(main, printed=False)

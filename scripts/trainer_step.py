@@ -33,7 +33,7 @@ from support.checkpoints.convert import write_checkpoint
 from support.checkpoints.format import step_folder
 from support.cli.arguments import Arguments
 from support.cluster.process_group import single_process
-from support.data import batches
+from support.data.opening import open_tokenized
 from support.model import resolve as models
 from support.units import IGNORED
 
@@ -51,7 +51,7 @@ def main(args: Arguments, launch) -> None:
         spec = models.find_model(args, ctx)
         spec.chunked_loss = False
         args = args.replace(seq_length=spec.seq_length(args))
-        train, _, _ = batches.open_tokenized(args, ctx, spec.tokenizer)
+        train, _, _ = open_tokenized(args, ctx, spec.tokenizer)
         make_step(args, spec.load(ctx), train)
 
 

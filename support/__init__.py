@@ -15,9 +15,11 @@ train_state  counters, best evaluation and early stopping of a run
 errors       exceptions that end a run, exit codes, what library errors mean; secrets are removed
 entry_points the commands that pip installs
 process      output that cannot fail, signal handlers before the run has its own, versions
+programs     command lines of the scripts, and programs that they run
 tables       strategies, optimizers, and models whose shape is known
 patches      all patches of other libraries
-console      lines, progress bars, and tables of text
+console      lines and progress bars
+text_tables  tables of text
 units        units, and sizes that several packages share
 """
 

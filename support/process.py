@@ -11,21 +11,19 @@ import io
 import os
 import platform
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NoReturn
 
 from support import PROJECT
-from support.errors import EXIT_FAILED, TrainingError, UserError, explain
+from support.errors import EXIT_FAILED, TrainingError, explain
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
 # The command and the environment of this process, before anything changes them.
 COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/failures.py
-END_SECONDS = 60  # for a program to end after SIGTERM; torchrun kills its ranks after 30 s
+RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by support/cluster/restart.py
 
 
 class LossyFile(io.FileIO):
@@ -74,64 +72,6 @@ def check_output() -> None:
         raise TrainingError(f"Standard output cannot be written: {lost.strerror}.")
 
 
-def run_command_line(main: Callable[[], int | None], printed: bool = True) -> NoReturn:
-    """Run the `main` function of a small program and exit, without a traceback of its errors.
-
-    Args:
-        main: the program; see `exit_code_of`.
-        printed: True if the program's result is its output on stdout, and not files. Then it fails
-            with code 1 if the output cannot be written.
-    """
-
-    def run() -> int | None:
-        code = main()
-        if printed:
-            check_output()
-        return code
-
-    protect_output()
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # compare_strategies.sh ignores some
-            signal.signal(number, _raise_at_signal)
-    sys.exit(exit_code_of(run))
-
-
-def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
-    """Return the exit code of a program: that of its error, which is printed, or what it returns.
-
-    Args:
-        main: returns the exit code, or None for 0. Other exceptions than UserError are not caught.
-    """
-    try:
-        return main()
-    except SystemExit as end:  # of argparse, or 128 + the number of a signal
-        return end.code
-    except UserError as error:
-        print(f"❌ {explain(error)}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("❌ Interrupted.", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def run_program(command: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run a program to its end; return its exit code and what it printed.
-
-    If this process is stopped, so is the program: torchrun forwards SIGTERM to its ranks.
-    """
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, env=env, text=True, **pipes) as program:  # type: ignore
-        try:
-            output, _ = program.communicate()
-        except BaseException:
-            program.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                program.communicate(timeout=END_SECONDS)  # a full pipe would block it
-            program.kill()
-            raise
-    return program.returncode, output
-
-
 def catch_signals(numbers: Iterable[int] = ()) -> None:
     """Install handlers that end the process with one line, until StopSignal has its own.
 
@@ -145,13 +85,6 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
     # Its handler is that of support/cluster/watchdog.py; until then it must not end the process.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.excepthook = _report_missing_package
-
-
-def _raise_at_signal(number: int, _frame) -> NoReturn:
-    """Raise an exception, so that `finally` clauses remove unfinished files."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
 
 
 def _end_before_start(number: int, _frame) -> NoReturn:

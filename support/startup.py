@@ -16,12 +16,10 @@ from typing import NoReturn
 from support import console, process
 from support.cli import checks
 from support.cli.arguments import Arguments
-from support.cli.ds_config import check_with_deepspeed
 from support.cli.parse import ignored_flags, parse_arguments
-from support.cli.run_file import as_yaml
 from support.cluster import launch as launching
 from support.cluster import tuning
-from support.cluster.launch import Launch, continue_restarted
+from support.cluster.launch import Launch
 from support.errors import (
     EXIT_COMPLETED,
     EXIT_PREEMPTED,
@@ -53,9 +51,15 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             raise UserError("The current folder was removed: change to another one.")
         # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
         launch = launching.detect_launch()
-        args = continue_restarted(parse_arguments(argv))
+        args = parse_arguments(argv)
+        if process.RESTARTED in os.environ:
+            from support.cluster.restart import continue_restarted  # imports torch
+
+            args = continue_restarted(args)
         console.configure(launch.rank, args.quiet, args.verbose)
         if args.print_config:
+            from support.cli.run_file import as_yaml
+
             print(redact(as_yaml(args)), end="")
             process.check_output()
             sys.exit(EXIT_COMPLETED)
@@ -112,7 +116,10 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     except BaseException as error:
         launching.exit_before_start(error, args.verbose)
     try:
-        check_with_deepspeed(args)  # the keys and values of --ds_config
+        if args.ds_config and args.ds_config_dict:
+            from support.cli.ds_config import check_with_deepspeed
+
+            check_with_deepspeed(args)  # its keys and values
         ctx.precision = choose_precision(args.precision, ctx.device)
         if command := command_of(args):
             MONITOR.end_together(None, command(args, ctx))  # does not return

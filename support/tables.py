@@ -1,4 +1,4 @@
-"""The strategies, the optimizers, and the models whose shape is known without a file.
+"""The strategies, the optimizers, and the GPT-2 models, whose shape is known without a file.
 
 To add a strategy, add a row to STRATEGIES. For a new library, also change load_model, wrap and, if
 it has its own training loop, train_and_evaluate in the script. To add an optimizer, add a row to
@@ -18,7 +18,7 @@ class Strategy:
     """How the model states are distributed over the ranks.
 
     A user's DeepSpeed file may keep states in other places than the table, see
-    cli.ds_config.configured_strategy.
+    cli.arguments.configured_strategy.
     """
 
     engine: str  # "ddp", "fsdp" or "deepspeed"
@@ -67,6 +67,10 @@ STRATEGIES = {
 }
 
 # ------------------------------------------------------------------------------------- optimizers
+
+# Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
+# and halves the scale; GROWTH_INTERVAL steps without an overflow double it.
+INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
 
 
 @dataclass(frozen=True)
@@ -132,22 +136,6 @@ GPT2_SHAPES = {
     "gpt2-large": (36, 20, 1280),
     "gpt2-xl": (48, 25, 1600),
 }
-# The parts of a config.json that determine memory.
-_KEYS = """
-    model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads vocab_size max_position_embeddings
-    """.split()
-# Short name, name on the hub, and the values of these keys.
-_ROWS = (
-    ("Llama-2-7B", "meta-llama/Llama-2-7b-hf", "llama", 4096, 11008, 32, 32, 32, 32000, 4096),
-    ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama", 4096, 14336, 32, 32, 8, 128256, 8192),
-    ("Qwen2.5-7B", "Qwen/Qwen2.5-7B", "qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
-    ("Mistral-7B", "mistralai/Mistral-7B-v0.1", "mistral", 4096, 14336, 32, 32, 8, 32000, 32768),
-)
-# Name on the hub -> short name, and these parts of its config.json.
-LARGE_MODELS = {
-    name: (short, dict(zip(_KEYS, config, strict=True))) for short, name, *config in _ROWS
-}
 
 
 def gpt2_config(
@@ -164,17 +152,8 @@ def gpt2_config(
     }
 
 
-# Every model above: its name (on the hub), and the parts of its config.json.
+# The name of each model above, and the parts of its config.json that determine memory.
 CONFIGS = {
     EMBEDDED_MODEL: gpt2_config(*EMBEDDED_SHAPE, EMBEDDED_VOCABULARY, 512),
     **{name: gpt2_config(*shape) for name, shape in GPT2_SHAPES.items()},
-    **{name: config for name, (_, config) in LARGE_MODELS.items()},
 }
-
-
-def name_on_hub(model: str) -> str:
-    """Return the full name of a model that is given by its short name; other names unchanged."""
-    for name, (short, _) in LARGE_MODELS.items():
-        if model.lower() in (name.lower(), name.lower().partition("/")[2], short.lower()):
-            return name
-    return model

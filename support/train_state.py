@@ -19,7 +19,7 @@ NEW_RUN: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "best": None}
 NEW_RUN |= {"training_seconds": 0.0, "first_loss": None, "last_loss": None}
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingObjects:
     """The objects of a run whose state a checkpoint contains."""
 
@@ -27,9 +27,9 @@ class TrainingObjects:
     optimizer: Any
     scaler: torch.amp.GradScaler
     stream: Any  # the training sequences of --streaming, whose position is saved; else None
-    # bool scalar, true after the first non-finite loss or gradient norm: then every update is
-    # skipped, and the run ends when the loss is next logged.
-    found_inf: torch.Tensor
+    # bool scalar on the device, true after the first non-finite loss or gradient norm: then every
+    # update is skipped, and the run ends when the loss is next logged. Set by `check_finite`.
+    found_inf: torch.Tensor | None = None
 
 
 @dataclass

@@ -48,6 +48,7 @@ MOST_CHUNKS = {"cuda": 8}  # a large batch leaves room for larger chunks: its ac
 # for their gradient.
 COMPILED_LOGITS = 2**29
 NORM_CHUNK = 2**16  # elements of a gradient whose squares are summed in fp32 for the norm
+PHASES = ("data", "forward", "backward", "update")  # of an optimizer step
 
 
 def fits_in_graph(tokens: int, vocabulary: int) -> bool:

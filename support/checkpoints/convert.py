@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from support.checkpoints.format import BUFFERS, open_checkpoint, write_manifest
-from support.checkpoints.tensors import PieceReader, PieceWriter
+from support.checkpoints.format import BUFFERS, write_manifest
+from support.checkpoints.loading import PieceReader
+from support.checkpoints.saving import PieceWriter
+from support.checkpoints.verify import open_checkpoint
 from support.errors import UserError
 from support.files.atomic import finish_folder, start_folder
 from support.files.safetensors_writer import WeightFiles
-from support.model.export import model_card
+from support.model.card import model_card
 from support.model.lora import peft_name
 from support.strategies.optimizer_shards import MOMENTS
 from support.train_state import NEW_RUN

@@ -24,7 +24,7 @@ from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError, first_line, refused_as
 from support.files.user_files import shown
 from support.model.weights import NO_REMOTE_CODE, from_folder
-from support.process import run_program
+from support.programs import run_program
 from support.strategies.optimizer_shards import MOMENTS
 
 

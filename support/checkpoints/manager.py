@@ -21,28 +21,15 @@ from safetensors.torch import load_file, save_file
 
 from support import console
 from support.checkpoints import format as files
-from support.checkpoints.find import (
-    Found,
-    find_checkpoint,
-    refuse_other_run,
-    report_changes,
-    run_signature,
-    verify,
-)
-from support.checkpoints.tensors import (
-    PieceWriter,
-    check_shapes,
-    read_shards,
-    sharded_state,
-    write_shards,
-)
+from support.checkpoints.saving import PieceWriter, sharded_state, write_shards
+from support.checkpoints.signature import run_signature
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import FirstError, OutOfMemory, TrainingError, explain
 from support.files import atomic
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
-from support.strategies.optimizer_shards import PlainState, free_gathered_weights
+from support.strategies.optimizer_shards import free_gathered_weights
 from support.train_state import NEW_RUN, TrainingObjects, TrainState, unwrapped
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
@@ -64,12 +51,9 @@ class CheckpointManager:
     _resumed_at: int = -1  # step of the checkpoint in `folder` that this run continues
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
 
-    find = staticmethod(find_checkpoint)
-
     def __post_init__(self, dataset: dict) -> None:
         args, self.folder = self.args, self.folder / "checkpoints"
         self.model, self.module = self.objects.model, unwrapped(self.objects.model)
-        # The run signature, see support/checkpoints/find.py.
         self.identity = run_signature(args, self.ctx, self.spec, dataset, self.model)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
@@ -77,7 +61,16 @@ class CheckpointManager:
         self.may_save = not (args.eval_only or args.no_save)
         self._stop = DelayedFlag()
 
-    def resume(self, found: Found | None) -> dict:
+    @staticmethod
+    def find(args: Arguments, ctx: DistContext, folder: Path) -> tuple[Path, dict] | None:
+        """Find the checkpoint of --resume (see find.find_checkpoint); None without that flag."""
+        if args.resume is None:
+            return None
+        from support.checkpoints.find import find_checkpoint
+
+        return find_checkpoint(args, ctx, folder)
+
+    def resume(self, found: tuple[Path, dict] | None) -> dict:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
 
         Raises:
@@ -87,6 +80,8 @@ class CheckpointManager:
             self.ctx.stop.defer()
         if found is None:
             return NEW_RUN
+        from support.checkpoints.find import refuse_other_run, report_changes
+
         path, manifest = found
         refuse_other_run(manifest["identity"], self.identity, self.args.resume_force)
         report_changes(manifest["identity"], self.identity)
@@ -109,9 +104,13 @@ class CheckpointManager:
 
     def _load_weights(self, path: Path, manifest: dict) -> None:
         """Load weights, optimizer states and buffers, after a check of all shapes."""
+        from support.checkpoints.loading import check_shapes, read_shards
+
         check_shapes(path, manifest, self.state)
         if files.ADAFACTOR_STATES in manifest["files"]:
-            self.state.load_adafactor_states(load_file(path / files.ADAFACTOR_STATES))
+            from support.strategies import adafactor_states
+
+            adafactor_states.write(self.state, load_file(path / files.ADAFACTOR_STATES))
         read_shards(path, manifest, self.state)
         saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
         for name, buffer in self.module.named_buffers():
@@ -140,6 +139,8 @@ class CheckpointManager:
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
+        from support.checkpoints.find import verify
+
         manifest, problem = verify(best_folder, self.ctx)
         if problem:
             kept = "cannot be used, so the model keeps the last weights"
@@ -238,7 +239,11 @@ class CheckpointManager:
         """Write the model's description and the manifest, rename the folder, remove old ones."""
         self.spec.describe(unfinished / "model")
         buffers = {} if self.spec.lora else persistent_buffers(self.module)
-        states = self.state.adafactor_states() if isinstance(self.state, PlainState) else {}
+        states: dict[str, torch.Tensor] = {}
+        if self.state.family == "adafactor":
+            from support.strategies import adafactor_states
+
+            states = adafactor_states.read(self.state)
         for tensors, name in ((buffers, files.BUFFERS), (states, files.ADAFACTOR_STATES)):
             if tensors:
                 on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}

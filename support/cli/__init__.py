@@ -4,6 +4,7 @@ arguments       all flags in one frozen dataclass, with their types, defaults an
 argument_types  types of flags with their limits, and a parser whose errors are one line
 flags           the parser of all flags, with their names in other trainers
 parse           from the command line to the arguments: defaults, run file, flags
+trainer_flags   flags of other trainers that set ours
 run_file        --config and --print_config: flags in a YAML file
 ds_config       --ds_config: DeepSpeed's configuration, merged with the flags
 fsdp_config     --fsdp_config: FSDP's options

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from support.cli import argument_types as kinds
 from support.errors import UserError
-from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
+from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES, Strategy
 
 
 class Dataset(NamedTuple):
@@ -326,6 +326,10 @@ class Arguments:
         """Return a copy with other values; a new name is a TypeError."""
         return replace(self, **values)
 
+    def set(self, source: str, **values) -> Arguments:
+        """Return a copy with other values, and their source."""
+        return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
+
 
 def choose_seq_length(args: Arguments | argparse.Namespace, positions: int | None) -> int:
     """Return --seq_length, or its default for a model with so many positions (None: no limit)."""
@@ -353,6 +357,19 @@ def held_out_share(args: Arguments) -> float | None:
 def isolates_documents(args: Arguments) -> bool:
     """Return whether tokens attend to their own document only."""
     return args.isolate_documents or args.packing
+
+
+def configured_strategy(args: Arguments) -> Strategy:
+    """Return the row of --strategy, with the places that the DeepSpeed file chooses."""
+    row, config = STRATEGIES[args.strategy], args.ds_config_dict
+    if config is None:
+        return row
+    zero, places = config["zero_optimization"], {"cpu": "host", "nvme": "nvme"}
+    optimizer_on, parameters_on = (
+        places.get(str((zero.get(part) or {}).get("device")), "device")
+        for part in ("offload_optimizer", "offload_param")
+    )
+    return replace(row, optimizer_on=optimizer_on, parameters_on=parameters_on)
 
 
 def datasets_of(args: Arguments) -> tuple[Dataset, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.cli.arguments import Arguments, datasets_of
 from support.errors import UserError
-from support.files.user_files import files_of, read_text
+from support.files.user_files import read_text
 from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
@@ -138,6 +138,8 @@ def check_data_paths(args: Arguments) -> None:
     paths = [("--dataset", name) for name in names if is_local_dataset(name)]
     paths += [("--validation_file", args.validation_file)] if args.validation_file else []
     for flag, name in paths:
+        from support.files.folders import files_of
+
         files_of(Path(name), f"{flag} {name}", args.include)
         if os.path.isfile(name) and not os.path.getsize(name):
             raise UserError(f"{flag} {name} is empty.")

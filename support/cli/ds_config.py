@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from tempfile import gettempdir
@@ -19,7 +19,7 @@ from support.cli.flags import FLAGS
 from support.errors import UserError
 from support.files.atomic import write_text
 from support.files.user_files import did_you_mean, read_text, shown
-from support.tables import STRATEGIES, Strategy
+from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 
 SECTIONS = """
     zero_optimization zero_optimization.offload_optimizer zero_optimization.offload_param optimizer
@@ -27,9 +27,6 @@ SECTIONS = """
 """.split()
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
 AUTO = "auto"
-# Loss scaling in fp16, the same for torch's GradScaler and DeepSpeed: an overflow skips the update
-# and halves the scale; GROWTH_INTERVAL steps without an overflow double it.
-INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
 LOSS_SCALING = {
     "initial_scale_power": INITIAL_SCALE_POWER,
     # DeepSpeed does not count the first step after an overflow. (From the second doubling without
@@ -87,14 +84,12 @@ def check_with_deepspeed(args: Arguments) -> None:
     Raises:
         UserError: a value is not valid, or a key is unknown.
     """
-    if not (args.ds_config and args.ds_config_dict):
-        return
     from deepspeed.runtime import constants
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     if not args.verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config, file = _without_auto(args.ds_config_dict), shown(args.ds_config)
+    config, file = _without_auto(args.ds_config_dict or {}), shown(args.ds_config)
     # DeepSpeed ignores a misspelled name in the outermost object, and checks those in sections.
     known = {value for value in vars(constants).values() if isinstance(value, str)}
     for key in config.keys() - known:
@@ -126,16 +121,6 @@ def lookup(config: dict[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
-
-
-def configured_strategy(args: Arguments) -> Strategy:
-    """Return the row of --strategy, with the places that the DeepSpeed file chooses."""
-    row, config = STRATEGIES[args.strategy], args.ds_config_dict
-    if config is None:
-        return row
-    devices = [lookup(config, f"zero_optimization.{part}.device") for part in OFFLOADED]
-    places = [{"cpu": "host", "nvme": "nvme"}.get(device, "device") for device in devices]
-    return replace(row, optimizer_on=places[0], parameters_on=places[1])
 
 
 def nvme_folder(config: dict[str, Any] | None) -> str | None:

@@ -71,6 +71,12 @@ _DESCRIBED = {name for texts in GROUPS.values() for name in texts}
 FLAGS = {field.name: field for field in fields(Arguments) if field.name in _DESCRIBED}
 DEFAULTS: dict[str, Any] = {k: v for k, v in vars(Arguments()).items() if k in FLAGS}
 
+# Flags that --print_config and results.json leave out: no settings, or they have set another flag.
+NOT_SHOWN = """
+    config print_config check prefetch show_sample prove local_rank fsdp bf16 fp16 use_peft do_train
+    do_eval eval_strategy save_strategy deepspeed
+    """.split()
+
 
 class SetFlag(argparse.Action):
     """Set a flag, and record the option that set it."""
@@ -142,3 +148,18 @@ def build_parser() -> kinds.Parser:
         hidden: dict[str, Any] = {"nargs": "*", "help": argparse.SUPPRESS}
         parser.add_argument(f"--{name}", f"--no_{name}", action=SetFlag, **hidden)
     return parser
+
+
+def settings_of(args: Arguments) -> dict:
+    """Return the resolved flags by name, without those that are off or unset."""
+    settings = {}
+    for name in (name for name in DEFAULTS if name not in NOT_SHOWN):
+        value = getattr(args, name)
+        is_off = value is None or value is False or value == []
+        if not is_off or DEFAULTS[name] is True:
+            settings[name] = value
+    if args.fsdp.words:
+        settings["fsdp"] = args.fsdp.words
+    if args.mixture:
+        settings["dataset"] = [str(dataset) for dataset in args.mixture]
+    return settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.cli.arguments import FsdpOptions
+from support.cli.arguments import Arguments, FsdpOptions
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_json, shown
 
@@ -65,3 +65,18 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         words=words,
         ignored=tuple(ignored),
     )
+
+
+def with_fsdp(args: Arguments, words: str) -> Arguments:
+    """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
+    options = read_fsdp_config(args.fsdp_config, words)
+    if (precision := options.precision) is not None:
+        if "precision" in args.given and args.precision != precision:
+            raise UserError(
+                f"--precision {args.precision} contradicts fsdp_mixed_precision in "
+                f"{args.fsdp_config} ({precision}): change one of them."
+            )
+        args = args.set(f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
+    if options.no_shard:
+        args = args.set("NO_SHARD of FSDP", strategy="dp")
+    return args.replace(fsdp=options)

@@ -7,13 +7,21 @@ import os
 import re
 import shlex
 import threading
+from pathlib import Path
 
 from support.cli.arguments import Arguments
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.errors import UserError, redact, refused_as
-from support.files.cache import has_dataset, huggingface_home, missing_of_model
+from support.files.cache import huggingface_home
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
+LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login
+# What a run needs of a model: names of files in a snapshot, and "weights" unless they are drawn.
+MODEL_FILES = {
+    "config.json": r"config\.json",
+    "tokenizer files": r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken",
+    "weights": r".*\.safetensors|pytorch_model.*\.bin",
+}
 
 
 def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
@@ -117,3 +125,31 @@ def answers(url: str) -> bool:
         threading.Thread(target=ask, daemon=True).start()
         answered.wait(PROBE_SECONDS)
     return answered.is_set()
+
+
+def has_dataset(name: str) -> bool:
+    """Return whether the cache of the `datasets` library has a dataset."""
+    prepared = os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
+    names = name.replace("/", "___"), name.replace("/", "___").lower()  # of Arrow files
+    return any((Path(prepared).expanduser() / part).is_dir() for part in names)
+
+
+def missing_of_model(name: str, with_weights: bool, revision: str | None) -> list[str]:
+    """Return which files of a model the hub's cache lacks, such as "weights of gpt2".
+
+    Other programs cache parts of a model. Call it after HF_HUB_OFFLINE is set, because
+    huggingface_hub reads it once, when it is imported.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or not a name of the hub
+        return [f"model {name}"]
+    # exists(): an interrupted download leaves dangling links.
+    files = [file.name for file in snapshot.iterdir() if file.exists()]
+    return [
+        f"{kind} of {name}"
+        for kind, names in MODEL_FILES.items()
+        if (with_weights or kind != "weights") and not any(re.fullmatch(names, f) for f in files)
+    ]

@@ -7,16 +7,16 @@ import re
 from typing import Any
 
 from support import PROJECT
-from support.cli.arguments import Arguments, Dataset
+from support.cli.arguments import Arguments, Dataset, configured_strategy
 from support.cli.checks import refuse_conflicts
-from support.cli.ds_config import choose_strategy, configured_strategy, merge, read_ds_config
 from support.cli.flags import FLAGS, IGNORED, build_parser
-from support.cli.run_file import read_run_file
 from support.errors import UserError
 from support.files.user_files import shown
 from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
 
-TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
+# Flags of Trainer and accelerate that set others (see trainer_flags.py).
+SHORTCUTS = {"bf16", "fp16", "deepspeed", "fsdp"}
+TRAINER_FLAGS = {"do_train", "do_eval", "eval_strategy", "save_strategy"}
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
 
@@ -37,12 +37,17 @@ def parse_arguments(argv: list[str]) -> Arguments:
         given=frozenset({*values, *sources}),
         sources=sources,
     )
-    args = _set(args, "Trainer's flags", **_convert_trainer(args))
+    if args.given & TRAINER_FLAGS:
+        from support.cli.trainer_flags import convert
+
+        args = args.set("Trainer's flags", **convert(args))
     refuse_conflicts(args)
     args = _with_defaults(args)
     if args.ds_config and "strategy" not in args.given:
+        from support.cli.ds_config import choose_strategy, read_ds_config
+
         chosen = choose_strategy(read_ds_config(args.ds_config))
-        args = _set(args, f"{args.ds_config}: zero_optimization", strategy=chosen)
+        args = args.set(f"{args.ds_config}: zero_optimization", strategy=chosen)
     if STRATEGIES[args.strategy].uses_deepspeed:
         args = _with_deepspeed(args)
     elif "deepspeed" in args.given and not args.ds_config:
@@ -51,7 +56,9 @@ def parse_arguments(argv: list[str]) -> Arguments:
             "(--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or infinity."
         )
     elif args.strategy == "fsdp":
-        args = _with_fsdp(args, " ".join(fsdp_words))
+        from support.cli.fsdp_config import with_fsdp
+
+        args = with_fsdp(args, " ".join(fsdp_words))
     _check_strategy_supports(args)
     return args
 
@@ -68,12 +75,17 @@ def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     def read(arguments: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         values = vars(parser.parse_args(arguments))
         options = values.pop("spelled", {})
-        _expand(values, options)
+        if values.keys() & SHORTCUTS:
+            from support.cli.trainer_flags import expand
+
+            expand(values, options)
         return values, options
 
     flags, options = read(argv)
     if not (file := flags.get("config")):
         return flags, options
+    from support.cli.run_file import read_run_file
+
     arguments = read_run_file(file, parser)
     try:
         of_file, keys = read(arguments)
@@ -81,52 +93,6 @@ def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         raise UserError(f"{shown(file)}: {error}") from error
     sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
     return {**of_file, **flags}, {**sources, **options}
-
-
-def _expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
-    """Set what --bf16, --fp16, --deepspeed and --fsdp set.
-
-    Args:
-        values: the flags of the command line or of the run file; changed in place.
-        spelled: the option that set each flag; changed in place.
-    """
-
-    def put(flag: str, value: str, by: str) -> None:
-        if values.setdefault(flag, value) != value:
-            other = spelled[flag]
-            raise UserError(f"{other} and {spelled[by]} both set --{flag}: leave one out.")
-        spelled.setdefault(flag, spelled[by])
-
-    halves = {half: values.pop(half) for half in ("bf16", "fp16") if half in values}
-    for half in filter(halves.get, halves):
-        put("precision", half, by=half)
-    if halves and "precision" not in values:
-        put("precision", "fp32", by=next(iter(halves)))
-    deepspeed = values.pop("deepspeed", None)
-    if isinstance(deepspeed, str):
-        put("ds_config", deepspeed, by="deepspeed")
-    elif deepspeed is False:
-        for flag in ("deepspeed", "ds_config"):  # a run file may configure the library that is off
-            spelled.pop(flag, None)
-            values.pop(flag, None)
-    if values.get("fsdp"):
-        put("strategy", "fsdp", by="fsdp")
-
-
-def _convert_trainer(args: Arguments) -> dict[str, Any]:
-    """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
-    changes: dict[str, Any] = {}
-    if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
-        changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
-        changes["save_epochs"] = args.save_epochs or saves == "epoch"
-    if args.eval_only or (args.do_eval and not args.do_train):
-        return changes | {"eval_only": True}
-    if args.eval_strategy is not None:
-        in_steps = args.eval_strategy == "steps"
-        changes["eval_every"] = (args.eval_every or TRAINER_STEPS) if in_steps else None
-    if args.do_eval is False or (args.eval_strategy == "no" and not args.do_eval):
-        changes["eval"] = False
-    return changes
 
 
 def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
@@ -153,19 +119,14 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
     return tuple(datasets)
 
 
-def _set(args: Arguments, source: str, **values) -> Arguments:
-    """Return a copy with other values, and their source."""
-    return args.replace(**values, sources={**args.sources, **dict.fromkeys(values, source)})
-
-
 def _with_defaults(args: Arguments) -> Arguments:
     """Set the values that depend on other flags."""
     if args.check and args.ddp_timeout > CHECK_SECONDS:
-        args = _set(args, "--check", ddp_timeout=CHECK_SECONDS)
+        args = args.set("--check", ddp_timeout=CHECK_SECONDS)
     if args.simulate_gpus:
         steps = args.max_steps or SIMULATED_STEPS
         off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}
-        args = _set(args, "--simulate_gpus", max_steps=steps, **off)
+        args = args.set("--simulate_gpus", max_steps=steps, **off)
     dataset, is_embedded = args.dataset, args.model == EMBEDDED_MODEL
     if dataset is None and args.eval_only and args.validation_file:
         dataset = args.validation_file  # no other text is used
@@ -183,6 +144,8 @@ def _with_defaults(args: Arguments) -> Arguments:
 
 def _with_deepspeed(args: Arguments) -> Arguments:
     """Merge the flags with the DeepSpeed file: the user's, or the strategy's own."""
+    from support.cli.ds_config import merge, read_ds_config
+
     file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
     world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
     resolved = merge(args, read_ds_config(file), file, world_size)
@@ -190,23 +153,6 @@ def _with_deepspeed(args: Arguments) -> Arguments:
     return args.replace(
         **resolved.flags, sources={**args.sources, **sources}, ds_config_dict=resolved.config
     )
-
-
-def _with_fsdp(args: Arguments, words: str) -> Arguments:
-    """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
-    from support.cli.fsdp_config import read_fsdp_config
-
-    options = read_fsdp_config(args.fsdp_config, words)
-    if (precision := options.precision) is not None:
-        if "precision" in args.given and args.precision != precision:
-            raise UserError(
-                f"--precision {args.precision} contradicts fsdp_mixed_precision in "
-                f"{args.fsdp_config} ({precision}): change one of them."
-            )
-        args = _set(args, f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
-    if options.no_shard:
-        args = _set(args, "NO_SHARD of FSDP", strategy="dp")
-    return args.replace(fsdp=options)
 
 
 def _check_strategy_supports(args: Arguments) -> None:

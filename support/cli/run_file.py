@@ -7,19 +7,15 @@ and `distributed:` only group keys.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from support.cli.argument_types import Parser
 from support.cli.arguments import Arguments
-from support.cli.flags import DEFAULTS
+from support.cli.flags import settings_of
 from support.errors import UserError
-from support.files.user_files import printable, read_yaml, shown
+from support.files.user_files import printable, read_text, shown
 
 SECTIONS = ("training", "distributed")
-# Flags that --print_config leaves out: they are no settings, or have set another flag.
-NOT_SHOWN = """
-    config print_config check prefetch show_sample prove local_rank fsdp bf16 fp16 use_peft do_train
-    do_eval eval_strategy save_strategy deepspeed
-    """.split()
 
 
 def read_run_file(path: str, parser: Parser) -> list[str]:
@@ -51,21 +47,6 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     return arguments
 
 
-def settings_of(args: Arguments) -> dict:
-    """Return the resolved flags by name, without those that are off or unset."""
-    settings = {}
-    for name in (name for name in DEFAULTS if name not in NOT_SHOWN):
-        value = getattr(args, name)
-        is_off = value is None or value is False or value == []
-        if not is_off or DEFAULTS[name] is True:
-            settings[name] = value
-    if args.fsdp.words:
-        settings["fsdp"] = args.fsdp.words
-    if args.mixture:
-        settings["dataset"] = [str(dataset) for dataset in args.mixture]
-    return settings
-
-
 def as_yaml(args: Arguments) -> str:
     """Return the resolved flags as YAML that --config can read.
 
@@ -79,3 +60,22 @@ def as_yaml(args: Arguments) -> str:
         text = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip()
         lines.append(f"{text}  # {printable(args.sources.get(name, 'default'))}\n")
     return "".join(lines)
+
+
+def read_yaml(flag: str, path: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML (the message has the line and column), or is
+            not a mapping.
+    """
+    import yaml
+
+    try:
+        value = yaml.safe_load(read_text(flag, path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2026-02-30 is a ValueError
+        problem = " ".join(str(error).split())
+        raise UserError(f"{flag} {shown(path)} is not YAML: {shown(problem, 300)}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{flag} {shown(path)}: a run file is a list of `key: value` lines.")
+    return {str(key): item for key, item in value.items()}

@@ -5,7 +5,9 @@ tuning         settings that libraries read when they are imported; the GPU and 
 process_group  waiting until all ranks have started, and the backend
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
 failures       stop signals; the first failure is reported, and every rank exits or restarts
-watchdog       detection of ranks that failed or were killed; the hang report
+restart        --auto_micro_batch: the new start of all ranks
+watchdog       detection of ranks that failed or were killed; stacks of a run that hangs
+hang_report    the table of the ranks in a hang report
 comm_volume    collectives, message bytes and sent bytes per optimizer step
 slurm          batch and launch scripts, from the jinja2 templates in templates/
 setup_files    the configurations and scripts that scripts/distributed_setup.py writes

@@ -1,14 +1,12 @@
 """The end of a run: stop signals, the first failure, and a restart with a smaller micro-batch.
 
 The first error is written to results.json and printed by the rank that fails, and every rank exits.
-With --auto_micro_batch each rank instead replaces its program by a new one in the same process
-(execve), which no launcher notices.
+With --auto_micro_batch all ranks may start again instead (restart.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,14 +15,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from support import console, process
-from support.cluster.launch import agent_hosts_store
 from support.cluster.watchdog import ROUND_SECONDS, Watchdog
 from support.errors import (
     EXIT_FAILED,
@@ -41,7 +37,6 @@ from support.process import exit_now
 SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
-READY_SECONDS = 10  # for all ranks to see that they restart
 LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
 RESTART = "restart"  # begins the entry of the store that all ranks read when a rank fails
 
@@ -97,14 +92,6 @@ class StopSignal:
         )
 
 
-@dataclass
-class Restart:
-    """What a rank needs to start again with a smaller micro-batch."""
-
-    values: dict  # the flags that change, by name
-    useful: Callable[[], bool]  # whether the micro-batch may be the cause of an error now
-
-
 class FailureMonitor:
     """Reports the first failure of a run, and ends this process."""
 
@@ -117,7 +104,7 @@ class FailureMonitor:
         # Lines for a user whose memory ran out: on what used it, and on what would fit.
         self.memory_facts: list[Callable[[], list[str]]] = []
         self.remedies: Callable[[], list[str]] = list
-        self.restart: Restart | None = None  # after memory ran out (--auto_micro_batch)
+        self.restart: Any = None  # a restart.Restart, from the first step on (--auto_micro_batch)
         self._restarting = False
         self._ending = threading.Event()  # this process is exiting
 
@@ -291,33 +278,10 @@ class FailureMonitor:
 
     def _restart_if_agreed(self) -> None:
         if self.restart and self._first_failure().startswith(RESTART):
-            self._replace_program(self.restart.values)
-
-    def _replace_program(self, values: dict) -> NoReturn:
-        """Replace this program by one with other values of some flags, as all ranks do."""
-        self._restarting = True
-        self.watchdog.close()
-        remove_temporary_folders()
-        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
-            self._wait_for_ranks()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        for name in os.listdir("/dev/fd"):  # sockets of libraries, which keep ports in use
-            with contextlib.suppress(OSError):
-                os.set_inheritable(int(name), int(name) < 3)
-        if process.CORES is not None:  # OpenMP may have bound this thread to one core
-            os.sched_setaffinity(0, process.CORES)
-        environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(values)}
-        os.execve(sys.executable, process.COMMAND, environment)
-
-    def _wait_for_ranks(self) -> None:
-        """Wait until all ranks are ready; if rank 0 hosts the store, it leaves first."""
-        deadline = time.monotonic() + READY_SECONDS
-        ready = self.store.add("restart/ready", 1)
-        leaves_first = self.rank == 0 or agent_hosts_store()
-        while not leaves_first or (ready < self.ranks and time.monotonic() < deadline):
-            time.sleep(0.1)
-            ready = self.store.add("restart/ready", 0)
+            self._restarting = True
+            self.watchdog.close()
+            remove_temporary_folders()
+            self.restart.replace_program(self.store, self.rank, self.ranks)
 
 
 MONITOR = FailureMonitor(StopSignal())  # of this process, which ends once

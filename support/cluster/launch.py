@@ -5,7 +5,6 @@ Imports nothing heavy, so that wrong arguments are reported within a fraction of
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,11 +14,9 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 from support import process
-from support.cli.arguments import Arguments
 from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain, print_traceback
 
 # A variable that only this launcher sets.
@@ -191,32 +188,3 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
     os._exit(user_error.exit_code)
-
-
-# ------------------------------------------------------- a restart with a smaller micro-batch
-
-
-def restart_values(args: Arguments, folder: Path) -> dict | None:
-    """Return the flags of a restart with half the micro-batch and the same global batch.
-
-    None without --auto_micro_batch, and if the micro-batch is a single sequence.
-    """
-    if not args.auto_micro_batch or args.batch_size == 1:
-        return None
-    total = args.batch_size * args.gradient_accumulation_steps
-    # Half, or the next smaller size of which the global batch is a multiple.
-    size = next(size for size in range(args.batch_size // 2, 0, -1) if total % size == 0)
-    steps = total // size
-    return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
-
-
-def continue_restarted(args: Arguments) -> Arguments:
-    """Return the arguments with `restart_values`, if this program is a restart."""
-    if process.RESTARTED not in os.environ:
-        return args
-    values, config = json.loads(os.environ[process.RESTARTED]), args.ds_config_dict
-    if config is not None:
-        micro, steps = values["batch_size"], values["gradient_accumulation_steps"]
-        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-        config = {**config, **sizes}
-    return args.replace(**values, ds_config_dict=config)

@@ -23,9 +23,9 @@ from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
+from support.cluster.hang_report import rank_names
 from support.cluster.launch import Launch, agent_hosts_store
 from support.cluster.tuning import choose_device
-from support.cluster.watchdog import rank_names
 from support.errors import EXIT_FAILED, TrainingError
 from support.files.atomic import remove_temporary_folders
 from support.process import code_digest, exit_now, versions
@@ -109,6 +109,14 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
     torch.use_deterministic_algorithms(args.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
+
+
+def replace_all_reduce(model: torch.nn.Module) -> None:
+    """Let DDP reduce nothing in a simulation: its reducer fails on the fake backend's result."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model.register_comm_hook(None, noop_hook)
 
 
 def group_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:

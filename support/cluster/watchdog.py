@@ -25,13 +25,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
-import psutil
 import torch.distributed as dist
 
 from support import console
 from support.cluster.comm_volume import Traffic
 from support.cluster.launch import agent_hosts_store
-from support.console import text_table
 from support.errors import TrainingError
 from support.train_state import TrainState
 
@@ -43,7 +41,6 @@ ENDED = (
     "ended without reporting an error: "
     "was it stopped or killed, or out of host memory (`dmesg | grep -i oom`)?"
 )
-HEADERS = ("rank", "host", "pid", "process", "step", "doing", "last collective", "started")
 
 
 class Watchdog:
@@ -113,8 +110,11 @@ class Watchdog:
         self._silent = self._silent + 1 if state["beat"] == self._next_beat else 0
         self._next_beat = state["beat"]
         # A library that holds Python's lock for minutes stops the threads of a running process.
-        if self._silent > SILENT_ROUNDS and process_status(state) != psutil.STATUS_RUNNING:
-            raise TrainingError(f"Rank {neighbor} {ENDED}")
+        if self._silent > SILENT_ROUNDS:
+            from support.cluster.hang_report import RUNNING, process_status
+
+            if process_status(state) != RUNNING:
+                raise TrainingError(f"Rank {neighbor} {ENDED}")
 
     def _publish(self) -> None:
         """Write this rank's state into the store."""
@@ -149,18 +149,12 @@ class Watchdog:
 
     def write_table(self, reason: str) -> None:
         """Append the table of all ranks to report.txt, and print one line."""
-        rows = [
-            [
-                *(str(rank), state["host"], str(state["pid"]), process_status(state)),
-                *(str(state["step"] or ""), state["doing"]),
-                *(f"{state['number']} {state['collective']}", f"{state['seconds']} s ago"),
-            ]
-            for rank, state in self._states(range(self._ranks)).items()
-        ]
+        from support.cluster.hang_report import table_of
+
         head = f"Hang report of {time.strftime('%Y-%m-%d %H:%M:%S')}\n{reason}"
-        file = self._open("report.txt")
+        table, file = table_of(self._states(range(self._ranks))), self._open("report.txt")
         with contextlib.suppress(OSError):
-            console.write(f"{head}\n\n{text_table(rows, HEADERS)}\n\n", file)
+            console.write(f"{head}\n\n{table}\n\n", file)
         if file is not sys.stderr:
             file.close()
             place = f"{Path(file.name).parent} on {socket.gethostname()}"
@@ -203,6 +197,8 @@ class Watchdog:
         waited = time.monotonic() - self._changed
         if self._ranks == 1 or not self._progress or self._reported or waited < self._seconds:
             return
+        from support.cluster.hang_report import diagnosis
+
         reason = diagnosis(states := self._states(range(self._ranks)))
         if reason and self.traffic.number == max(state["number"] for state in states.values()):
             self._reported = True
@@ -215,36 +211,3 @@ class Watchdog:
                 (self.folder / "hang").mkdir(exist_ok=True)
                 return open(self.folder / "hang" / name, "a", encoding="utf-8")
         return sys.stderr
-
-
-def diagnosis(states: dict[int, dict]) -> str:
-    """Say which ranks the others wait for; "" if a rank does not train.
-
-    Every rank starts the same collectives in the same order: "number" counts them.
-    """
-    latest = max(state["number"] for state in states.values())
-    waiting = {rank: s["collective"] for rank, s in states.items() if s["number"] == latest}
-    if behind := states.keys() - waiting:
-        collective = f"collective {latest} ({waiting[min(waiting)]})"
-        late = rank_names(behind).capitalize()
-        return f"{late} did not start {collective}, in which the others wait"
-    if any(state["step"] is None for state in states.values()):
-        return ""
-    names = ", ".join(f"rank {rank} in {name}" for rank, name in waiting.items())
-    verb = "differ" if len({*waiting.values()}) > 1 else "wait"
-    return f"The ranks {verb} in collective {latest}: {names}"
-
-
-def process_status(state: dict) -> str:
-    """Return the status of a rank's process, such as "stopped"; "" on another host."""
-    try:
-        here = state.get("host") == socket.gethostname()
-        return psutil.Process(state["pid"]).status() if here else ""
-    except psutil.Error:
-        return "ended"
-
-
-def rank_names(ranks: Iterable[int]) -> str:
-    """Name ranks: "rank 3", "ranks 0, 1, 5"."""
-    names = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"

@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from support import console
 from support.cli import checks
-from support.cli.arguments import Arguments, choose_seq_length
-from support.cli.ds_config import configured_strategy
+from support.cli.arguments import Arguments, choose_seq_length, configured_strategy
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, has_nvidia_gpu
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError, redact

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from support import PROJECT, process
+from support import PROJECT, programs
 from support.checkpoints.convert import OwnCheckpoint
 from support.cli.arguments import Arguments
 from support.cli.flags import GROUPS
@@ -26,10 +26,10 @@ from support.cli.fsdp_config import FsdpOptions
 from support.cli.run_file import as_yaml
 from support.cluster.failures import StopSignal
 from support.cluster.launch import free_port
-from support.console import text_table
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
+from support.text_tables import text_table
 
 PYTHON = sys.executable  # tests replace it
 SCRIPT = PROJECT / "real_model_example.py"
@@ -148,7 +148,7 @@ def run(way: Way, args: Arguments, output: Path) -> None:
         if "strategy" in way.flags:  # one process; Trainer would use all GPUs
             env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = [PYTHON, *map(str, way.command), "--config", str(run_file)]
-    code, log = process.run_program(command, env)
+    code, log = programs.run_program(command, env)
     if code:
         if args.verbose:
             print(log)

@@ -9,7 +9,7 @@ import numpy as np
 from support import console
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
-from support.data import batches
+from support.data.opening import open_tokenized
 from support.errors import EXIT_COMPLETED
 from support.model import resolve as models
 from support.units import IGNORED
@@ -25,7 +25,7 @@ def show_sample(args: Arguments, ctx: DistContext) -> int:
         stream, _, _ = streaming.open_stream(args, ctx, tokenizer)
         inputs, labels = next(stream.step_batches(ctx.device)).micro_batches[0][:2]
     else:
-        train, _, _ = batches.open_tokenized(args.replace(eval_only=False), ctx, tokenizer)
+        train, _, _ = open_tokenized(args.replace(eval_only=False), ctx, tokenizer)
         inputs, labels = train.read(np.arange(1))[:2]
     if ctx.is_main:
         for line in describe(inputs[0].tolist(), labels[0].tolist(), tokenizer):

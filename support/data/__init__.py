@@ -1,9 +1,12 @@
 """The training data: from --dataset to batches of token ids.
 
-rows        the rows of a corpus and their formats: from files, from the hub, or Python's reference
-chat        conversations and prompt-completion pairs as token ids
+opening     from --dataset to the training and validation sequences of a run
+sources     where rows come from: Python's reference, files (row_files), or the hub (row_hub)
+rows        the formats of rows
+chat        conversations and prompt-completion pairs as token ids; examples: those of a corpus
 tokenize    a corpus tokenized once, in the cache of the node
-sequences   which tokens a sequence has, packing, mixtures, and the tensors of a micro-batch
-batches     the training and validation sequences, and micro-batches in one order
+corpus      the sequences of one tokenized corpus; mixture: of several in one epoch
+sequences   which tokens a sequence has, and the tensors of a micro-batch; packing: --packing
+batches     micro-batches in one order, and the counters of a run
 streaming   --streaming: sequences of a corpus that is read during training
 """

@@ -181,6 +181,8 @@ class Sequences:
 
     def pack(self) -> Sequences:
         """Return the examples of this object packed into fewer sequences."""
+        from support.data.packing import pack
+
         members, ends = pack(self.lengths, self.padding.seq_length)
         return replace(self, ranges=self.ranges[members], ends=ends, packed=True)
 
@@ -204,36 +206,6 @@ class Sequences:
         return numbers.permutation(np.concatenate(chosen))
 
 
-def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distribute examples over few sequences by best-fit decreasing (Johnson et al., 1974).
-
-    Args:
-        lengths: tokens of each example, from 1 to `capacity`.
-    Returns:
-        (members, ends): the examples sequence after sequence, in their order, and where each
-        sequence ends in `members`.
-    """
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by free tokens
-    rooms = 0  # bit r is set if a sequence has r free tokens
-    sequence_of, count = np.empty(len(lengths), np.int64), 0
-    order = np.argsort(-lengths, kind="stable")
-    for example, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        enough = rooms >> length
-        if enough:
-            room = length + (enough & -enough).bit_length() - 1
-            sequence = with_room[room].pop()
-            if not with_room[room]:
-                rooms ^= 1 << room
-        else:
-            room, sequence, count = capacity, count, count + 1
-        sequence_of[example] = sequence
-        with_room[room - length].append(sequence)
-        rooms |= 1 << (room - length)
-    _, first, sizes = np.unique(sequence_of, return_index=True, return_counts=True)
-    members = np.argsort(first[sequence_of], kind="stable")
-    return members, sizes[np.argsort(first)].cumsum()
-
-
 # ---------------------------------------------------------------------------------- several corpora
 
 
@@ -251,23 +223,3 @@ def shares_of(weights: list[Fraction], sizes: list[int], most: int | None = None
     for number in by_remainder[: int(sum(exact)) - sum(counts)]:
         counts[number] += 1
     return counts
-
-
-def mix(datasets: list[Sequences], weights: list[Fraction] | None = None) -> Sequences:
-    """Return the sequences of several datasets in the shares of the weights (None: all of them)."""
-    sizes = [dataset.num_sequences for dataset in datasets]
-    counts = shares_of(weights, sizes) if weights else sizes
-    files, ranges, ends = list[TokenFile](), [np.empty((0, 3), np.int64)], list[np.ndarray]()
-    for dataset in datasets:
-        ends.append(dataset.ends + sum(map(len, ranges)))
-        ranges.append(dataset.ranges + np.array([len(files), 0, 0]))
-        files += dataset.files
-    packed, shares = any(dataset.packed for dataset in datasets), zip(sizes, counts, strict=True)
-    return Sequences(
-        tuple(files),
-        np.concatenate(ranges),
-        np.concatenate(ends),
-        datasets[0].padding,
-        packed,
-        tuple(shares),
-    )

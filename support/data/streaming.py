@@ -14,23 +14,33 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import itertools
+import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from support import console
 from support.cli.arguments import Arguments, global_batch, isolates_documents
+from support.cli.checks import is_local_dataset
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data import batches, tokenize
 from support.data.chat import Encoder, use_plain_template
-from support.data.rows import BadRow, Row, RowOptions, Source, check_kind, open_for_streaming
-from support.data.sequences import Padding, Part, Sequences, micro_batch, pack
+from support.data.corpus import TEXT_IS_PACKED, open_split
+from support.data.examples import encode_example
+from support.data.packing import pack
+from support.data.row_files import reading, rows_of_files
+from support.data.rows import BadRow, Row, RowOptions, Source, check_kind
+from support.data.sequences import Padding, Part, Sequences, micro_batch
 from support.errors import UserError
+from support.files.folders import files_of
 
+COMPARED_BYTES = 1 << 16  # of the beginning and the end of a file, in the digest of a stream
 STEPS_AHEAD = 5  # besides the one of `copy_ahead`; a few, because slots refill in different steps
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 3
@@ -276,7 +286,7 @@ class Stream:
         flaw, ids = "", None
         if unit.row.kind == "text":
             if self.args.packing:
-                raise UserError(batches.TEXT_IS_PACKED)
+                raise UserError(TEXT_IS_PACKED)
             # A row is one piece, or several if it is long.
             pieces = [unit.piece] if unit.piece else list(self.documents.pieces(unit.row.pieces))
             eos = self.tokenizer.eos_token_id
@@ -287,7 +297,7 @@ class Stream:
         else:
             if unit.row.kind == "chat":
                 use_plain_template(self.documents.tokenizer)
-            encoded = tokenize.encode_example(self.encoder, unit.row)
+            encoded = encode_example(self.encoder, unit.row)
             if isinstance(encoded, BadRow):
                 self._refuse(encoded, unit.state["pass"])
                 return None
@@ -335,7 +345,7 @@ def open_stream(
     Returns:
         (stream, sequences of --validation_file or none, facts for results.json).
     Raises:
-        UserError: see `rows.open_for_streaming`; or --validation_file cannot be read.
+        UserError: see `open_for_streaming`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
     console.print0(f"⏳ Preparing the dataset {args.dataset}")
@@ -346,10 +356,44 @@ def open_stream(
     if args.validation_file:
         alone = args.replace(validation_file=None, eval_only=False)
         prepared = tokenize.tokenize_corpus(alone, ctx, tokenizer, args.validation_file)
-        validation, facts = batches.open_split(prepared, "train", args, train.padding)
+        validation, facts = open_split(prepared, "train", args, train.padding)
         if args.packing:
             validation = validation.pack()
             facts["blocks"] = validation.num_sequences
         train.facts["validation"] = {**facts, "bad_rows": prepared["bad_rows"]}
         tokenize.print_splits({"validation": train.facts["validation"]}, tokenizer)
     return train, validation, train.facts
+
+
+def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -> Source:
+    """Open the training split of --dataset for --streaming; every rank must call it.
+
+    The fingerprint covers the beginnings and ends of files, which are never read completely.
+    """
+    name = args.dataset
+    digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
+    if args.prompt_column or args.completion_column:  # checkpoints of runs without them stay valid
+        digest.update(repr(options.columns).encode())
+    if is_local_dataset(name):
+        files = files_of(Path(name), name, args.include)
+        for file in files:
+            with reading(file), open(file, "rb") as stream:
+                size, begin = file.stat().st_size, stream.read(COMPARED_BYTES)
+                stream.seek(max(0, size - COMPARED_BYTES))
+                edges = begin + stream.read(COMPARED_BYTES)
+                digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
+        return Source(
+            digest.hexdigest(), {"train": functools.partial(rows_of_files, files, options)}
+        )
+    from support.data.row_hub import builder_of, loading, rows_of_table
+
+    # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
+    commit = builder_of(name, args, args.dataset_revision).hash if ctx.is_main else None
+    commit = ctx.broadcast_from_rank0(commit)
+    with loading(name):
+        builder = builder_of(name, args, commit)
+        table = builder.as_streaming_dataset(split=args.train_split or "train")
+    digest.update(f"{name}\0{commit}".encode())
+    digest.update(f"\0{args.train_split}".encode() if args.train_split else b"")
+    rows = functools.partial(rows_of_table, table, name, f"--dataset {name}", options)
+    return Source(digest.hexdigest(), {"train": rows})

@@ -20,19 +20,17 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext, require_equal_on_all_ranks
-from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind, open_source
+from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
+from support.data.sources import open_source
 from support.errors import UserError
 from support.files.cache import Cache, cache_folder
-
-if TYPE_CHECKING:
-    from support.data.chat import Encoder
 
 CACHE_VERSION = 10  # increase it when the layout of the cache or the tokenization changes
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
@@ -171,7 +169,9 @@ def _write_split(
     usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
     has_examples = facts["kind"] in ("chat", "pair")
     if has_examples:
-        dtype, encoded = "int32", _encode_examples(usable, tokenizer, digest, refuse)
+        from support.data.examples import encode_examples
+
+        dtype, encoded = "int32", encode_examples(usable, tokenizer, digest, refuse)
     else:
         # Not len(tokenizer): the ids of some vocabularies have gaps.
         largest = max(tokenizer.get_vocab().values(), default=0)
@@ -221,33 +221,6 @@ def _encode_documents(
         for (text, before), ids in zip(batch, documents.encode(batch), strict=True):
             yield ids if before or is_first else np.concatenate([separator, ids]), len(text)
             is_first = False
-
-
-def _encode_examples(
-    rows: Iterable[Row], tokenizer: Any, digest: Any, refuse: Callable[[BadRow], None]
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of each conversation or pair, and its characters; it goes to the digest."""
-    from support.data.chat import Encoder, use_plain_template
-
-    encoder = None
-    for row in rows:
-        if row.kind == "chat" and encoder is None:
-            use_plain_template(tokenizer)
-        encoder = encoder or Encoder(tokenizer)
-        ids, content = encode_example(encoder, row), row.as_json()
-        if isinstance(ids, BadRow):
-            refuse(ids)
-        else:
-            digest.update(content.encode() + b"\0")
-            yield ids, len(content)
-
-
-def encode_example(encoder: Encoder, row: Row) -> np.ndarray | BadRow:
-    """Return the ids of a conversation or a pair, a token t without a loss as ~t, or a BadRow."""
-    try:
-        return encoder.encode(row)
-    except ValueError as error:
-        return BadRow(f"{row.where}: {error}.")
 
 
 # ------------------------------------------------------------------- documents of any length

@@ -1,7 +1,8 @@
 """Files and folders: what users write is read, and what runs write is complete at any moment.
 
 atomic              atomic writes, JSON files, locks, temporary folders
-cache               folders of prepared files that runs share; the caches of Hugging Face
+cache               folders of prepared files that runs share
 safetensors_writer  the weight files of a model, in shards of at most 1 GB
-user_files          the YAML and JSON files that a user writes, and the files of a folder
+user_files          JSON and text files that a user writes
+folders             the files of a folder of data
 """

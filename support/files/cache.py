@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,14 +87,6 @@ def _read(folder: Path) -> dict:
 
 # -------------------------------------------------------------------- the caches of Hugging Face
 
-LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login
-# What a run needs of a model: names of files in a snapshot, and "weights" unless they are drawn.
-MODEL_FILES = {
-    "config.json": r"config\.json",
-    "tokenizer files": r"tokenizer\.json|vocab.*|.*\.model|.*\.tiktoken",
-    "weights": r".*\.safetensors|pytorch_model.*\.bin",
-}
-
 
 def huggingface_home() -> Path:
     """Return the folder with the caches of the Hugging Face libraries (HF_HOME)."""
@@ -106,31 +97,3 @@ def huggingface_home() -> Path:
 def cache_folder(cache_dir: str | None) -> Path:
     """Return the folder of tokenized datasets and of the embedded tokenizer (--cache_dir)."""
     return Path(cache_dir) if cache_dir else huggingface_home() / "distributed_training"
-
-
-def has_dataset(name: str) -> bool:
-    """Return whether the cache of the `datasets` library has a dataset."""
-    prepared = os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
-    names = name.replace("/", "___"), name.replace("/", "___").lower()  # of Arrow files
-    return any((Path(prepared).expanduser() / part).is_dir() for part in names)
-
-
-def missing_of_model(name: str, with_weights: bool, revision: str | None) -> list[str]:
-    """Return which files of a model the hub's cache lacks, such as "weights of gpt2".
-
-    Other programs cache parts of a model. Call it after HF_HUB_OFFLINE is set, because
-    huggingface_hub reads it once, when it is imported.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # not in the cache, or not a name of the hub
-        return [f"model {name}"]
-    # exists(): an interrupted download leaves dangling links.
-    files = [file.name for file in snapshot.iterdir() if file.exists()]
-    return [
-        f"{kind} of {name}"
-        for kind, names in MODEL_FILES.items()
-        if (with_weights or kind != "weights") and not any(re.fullmatch(names, f) for f in files)
-    ]

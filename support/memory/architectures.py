@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from support.errors import UserError
 from support.files.user_files import read_json
-from support.tables import CONFIGS, name_on_hub
+from support.tables import CONFIGS
 
 # The supported families, with transformers' defaults for keys that config.json omits.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -34,6 +34,23 @@ GPT2_KEYS = {  # GPT-2's names of keys that all other families share
     "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings",
     "activation_function": "hidden_act",
+}
+
+# The parts of a config.json that determine memory.
+_KEYS = """
+    model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads vocab_size max_position_embeddings
+    """.split()
+# Short name, name on the hub, and the values of these keys.
+_ROWS = (
+    ("Llama-2-7B", "meta-llama/Llama-2-7b-hf", "llama", 4096, 11008, 32, 32, 32, 32000, 4096),
+    ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama", 4096, 14336, 32, 32, 8, 128256, 8192),
+    ("Qwen2.5-7B", "Qwen/Qwen2.5-7B", "qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
+    ("Mistral-7B", "mistralai/Mistral-7B-v0.1", "mistral", 4096, 14336, 32, 32, 8, 32000, 32768),
+)
+# Name on the hub -> short name, and these parts of its config.json.
+LARGE_MODELS = {
+    name: (short, dict(zip(_KEYS, config, strict=True))) for short, name, *config in _ROWS
 }
 
 
@@ -157,7 +174,8 @@ def find_architecture(model: str) -> Architecture:
         UserError: the file does not exist or is invalid, or the planner does not support its
             family.
     """
-    if config := CONFIGS.get(name_on_hub(model)):
+    known = {**CONFIGS, **{name: config for name, (_, config) in LARGE_MODELS.items()}}
+    if config := known.get(name_on_hub(model)):
         return read_architecture(config, model)
     file = str(Path(model, "config.json")) if Path(model).is_dir() else model
     if not Path(file).exists():
@@ -211,3 +229,11 @@ def read_architecture(config: dict, path: str) -> Architecture:
         qk_norm=family == "qwen3",
         parallel=bool(value.get("use_parallel_residual", False)),
     )
+
+
+def name_on_hub(model: str) -> str:
+    """Return the full name of a model that is given by its short name; other names unchanged."""
+    for name, (short, _) in LARGE_MODELS.items():
+        if model.lower() in (name.lower(), name.lower().partition("/")[2], short.lower()):
+            return name
+    return model

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from support.cli.arguments import Arguments, isolates_documents
-from support.cli.ds_config import configured_strategy
+from support.cli.arguments import Arguments, configured_strategy, isolates_documents
 from support.errors import UserError
 from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict

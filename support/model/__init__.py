@@ -3,9 +3,10 @@
 resolve   finds, downloads or initializes a model: from --model to a ModelSpec
 weights   read from a folder, drawn from the seed, distributed to the ranks
 loss      the next-token loss, computed in chunks of the logits by the output layer
+download  a model of the hub
 isolation attention within a document, where a sequence has several
-lora      LoRA adapters: attached by peft, merged into the weights for an export
+lora      LoRA adapters, attached by peft; merging: added to the weights for an export
 generate  a sample of text at the end of a run
-export    the trained model as a folder for `from_pretrained`, with a model card
+export    the trained model as a folder for `from_pretrained`; card: its model card
 push      the upload of that folder to the Hugging Face hub
 """

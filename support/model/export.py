@@ -15,18 +15,15 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
 
 from support import console
 from support.cli.arguments import Arguments
-from support.cli.checks import is_local_model
 from support.cluster.context import DTYPES
 from support.errors import FirstError, TrainingError
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model.weights import persistent_buffers
-from support.tables import EMBEDDED_MODEL
 from support.train_state import unwrapped
 from support.units import perplexity_of
 
@@ -76,6 +73,8 @@ def finish(
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
     start = time.monotonic()
+    from support.model.card import model_card
+
     card = model_card(facts, trained.identity)
     failed, folder = export_model(trained, target, args, card)
     if failed:
@@ -114,7 +113,9 @@ def export_model(
     if temporary and folder:
         errors.attempt(spec.describe, folder, dtype, args.merge_lora)
     if spec.lora and args.merge_lora:
-        _write_merged(trained, folder, dtype, errors)
+        from support.model.merging import write_merged
+
+        write_merged(trained, folder, dtype, errors)
     else:
         _write_trained(trained, folder, dtype, errors)
     if temporary and folder:
@@ -150,98 +151,3 @@ def _write_trained(
             errors.attempt(files.write, names[name], weight)
     if files:
         errors.attempt(files.finish)
-
-
-def _write_merged(
-    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
-) -> None:
-    """Write the whole model with the adapters added, on the rank that has a `folder`."""
-    from support.model.lora import base_name, merged
-
-    adapters = {
-        name: weight.clone() if folder else None for name, weight in trained.state.whole_weights()
-    }
-
-    def write(folder: Path) -> None:
-        # The frozen weights are read again from their files: memory-mapped, not copied.
-        model = trained.spec.load(trained.ctx, dtype="auto")
-        frozen = {n: p.shape for n, p in model.named_parameters() if n not in adapters}
-        shapes = {base_name(name): shape for name, shape in frozen.items()}
-        files = WeightFiles(folder, shapes, dtype, persistent_buffers(model))
-        for name, weight in merged(model, adapters):
-            files.write(name, weight)
-        files.finish()
-
-    if folder:
-        errors.attempt(write, folder)
-
-
-# ------------------------------------------------------------------------------------- model card
-
-# Keys of results.json in the table of results.
-RESULTS = """
-    train_loss_first train_loss_last eval_loss perplexity tokens steps tokens_per_second
-""".split()
-TEMPLATE = """---
-{{ card_data }}
----
-
-# {{ title }}
-
-{{ "{:,}".format(facts.parameters) }} parameters; {{ kind }} `{{ facts.model }}`. Trained with
-`real_model_example.py --strategy {{ facts.strategy }}` on {{ facts.world_size }} ranks.
-
-## Results
-
-{{ results }}
-
-## Training
-
-{{ settings }}
-{%- if facts.command %}
-
-```bash
-{{ facts.command }}
-```
-{%- endif %}
-"""
-
-
-def model_card(facts: dict, identity: dict) -> str:
-    """Return the text of an exported model's README.md, which starts with the hub's metadata.
-
-    Args:
-        facts: the available keys of results.json; "merged", whether adapters were merged.
-        identity: the run signature, see find.run_signature.
-    """
-    base, dataset = facts["model"], facts.get("dataset") or {}
-    scratch = bool(identity["told"].get("from_scratch") or base == EMBEDDED_MODEL)
-    adapters = "lora_r" in identity["hard"] and not facts.get("merged")
-    settings = {**identity["soft"], **identity["told"], "from_scratch": scratch}
-    settings |= {key: identity["hard"][key] for key in ("lora_r", "lora_alpha") if adapters}
-    settings |= {"sha256 of the data": dataset.get("sha256"), **(facts.get("versions") or {})}
-    title = f"{Path(base).name}, {'trained' if scratch else 'fine-tuned'}"
-    card = ModelCard.from_template(
-        ModelCardData(
-            library_name="peft" if adapters else "transformers",
-            pipeline_tag="text-generation",
-            base_model=None if scratch or is_local_model(base) else base,
-        ),
-        template_str=TEMPLATE,
-        title=title + (f" on {dataset['name']}" if dataset else ""),
-        kind="LoRA adapters of" if adapters else "random weights of" if scratch else "base model",
-        facts=facts,
-        results=_table({key: facts.get(key) for key in RESULTS}),
-        settings=_table(settings),
-    )
-    return str(card)
-
-
-def _table(values: dict) -> str:
-    lines = ["| | |", "|---|---|"]
-    for name, value in values.items():
-        if isinstance(value, float):
-            value = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-        if value is not None:
-            lines.append(f"| {name} | {value} |")
-    return "\n".join(lines)

@@ -29,39 +29,9 @@ ALIGNMENT = 128
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
 
 
-def next_token_loss(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run the forward pass and return the sum of the next-token cross entropies / `tokens`.
-
-    Args:
-        model: may be wrapped by DDP, FSDP2 or DeepSpeed.
-        inputs: token ids, int64 [batch, length].
-        labels: int64 [batch, length]; IGNORED for tokens without a loss.
-        tokens: scalar tensor, the valid tokens of the whole step on all ranks.
-        positions: int64 [batch, length], from 0 in each document; None: 0 to length - 1.
-    Returns:
-        A scalar in fp32.
-    """
-    # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    options = {} if positions is None else {"position_ids": positions}
-    if isinstance(unwrapped(model), LossMixin):
-        return model(inputs, targets=targets, tokens=tokens.long(), **options)
-    logits = model(input_ids=inputs, use_cache=False, **options).logits
-    return cross_entropy(logits, targets, tokens)
-
-
-def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum of the cross entropies / `tokens`, from logits [batch, length, vocabulary]."""
-    logits, targets = logits.flatten(0, 1).float(), targets.flatten()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / tokens
+def computes_loss(model: nn.Module) -> bool:
+    """Return whether a model, which may be wrapped, returns the loss if it gets targets."""
+    return isinstance(unwrapped(model), LossMixin)
 
 
 class LossMixin(nn.Module):
@@ -101,7 +71,9 @@ class OutputLayer(nn.Linear):
             return super().forward(hidden)
         if torch.compiler.is_compiling() and fits_in_graph(targets.numel(), self.out_features):
             # The compiler fuses the operations of the loss, so it needs no chunks.
-            return cross_entropy(super().forward(hidden), targets, tokens)
+            logits = super().forward(hidden).flatten(0, 1).float()
+            options: Any = {"ignore_index": IGNORED, "reduction": "sum"}
+            return F.cross_entropy(logits, targets.flatten(), **options) / tokens
         return self._loss(hidden, targets, tokens)
 
     @torch.compiler.disable  # the loop over chunks records no graph, so compiling it gains nothing

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from support import console
 from support.cli.arguments import Arguments
+from support.cli.hub import LOGIN_COMMAND
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, first_line, refused_as
-from support.files.cache import LOGIN_COMMAND
 
 
 def open_repository(args: Arguments, folder: Path, ctx: DistContext) -> str | None:

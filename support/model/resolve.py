@@ -10,7 +10,7 @@ import copy
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import transformers
@@ -21,15 +21,12 @@ from support import console, patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
 from support.cli.checks import is_local_model, scratch_without_hub
 from support.cluster.context import DistContext
-from support.errors import UserError, first_line, refused_as
+from support.errors import UserError, refused_as
 from support.files.atomic import remove_temporary_folder, write_text
-from support.files.cache import LOGIN_COMMAND, Cache, cache_folder
+from support.files.cache import Cache, cache_folder
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
-
-if TYPE_CHECKING:
-    from support.model.lora import Lora
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -46,7 +43,7 @@ class ModelSpec:
     seed: int  # for weights that the folder lacks
     # The weights, or rows of the embedding, were drawn from the seed for this run.
     random: bool = False
-    lora: Lora | None = None  # the model's adapters, or None
+    lora: Any = None  # the configuration of its adapters, a lora.Lora; None without them
     dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
     load_in_4bit: bool = False
@@ -256,6 +253,8 @@ def _locate(args: Arguments) -> tuple[transformers.PretrainedConfig, str, str | 
     if args.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
         return _gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args), None, []
+    from support.model.download import download
+
     if is_local_model(args.model) or not scratch_without_hub(args):
         folder = args.model if is_local_model(args.model) else download(args)
         config = _read_config(folder, args.model)
@@ -311,39 +310,6 @@ def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     return tokenizer
-
-
-def download(args: Arguments) -> str:
-    """Return the local snapshot of a model on the hub; download it if it is not in the cache.
-
-    Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
-    the top folder. Pickled weights are downloaded only if there are no safetensors.
-    """
-    from huggingface_hub import HfApi, errors, snapshot_download
-
-    name, revision, offline = args.model, args.model_revision, args.hub_offline
-    patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
-    try:
-        if not (args.from_scratch or args.show_sample or offline):
-            files = HfApi().list_repo_files(name, revision=revision)
-            safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
-            patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
-        return snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=["*/*", "consolidated*"],
-            local_files_only=offline,
-        )
-    except Exception as error:  # the clients raise many classes, which differ between versions
-        problem = f" cannot be downloaded: {first_line(error)}"
-        if isinstance(error, errors.GatedRepoError):
-            problem = f" is gated: accept its license and log in with `{LOGIN_COMMAND}`."
-        elif isinstance(error, errors.RevisionNotFoundError):
-            problem = f" has no branch, tag or commit {revision} (--model_revision)."
-        elif isinstance(error, errors.RepositoryNotFoundError):
-            problem = ": there is no such model on the hub (or it is private), and no such folder."
-        raise UserError(f"--model {name}{problem}") from error
 
 
 def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:

@@ -18,10 +18,10 @@ from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError
 from support.files import atomic
 from support.files.user_files import shown
-from support.report import PHASES
 from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
 from support.tables import STRATEGIES
+from support.units import PHASES
 
 # In TF32, bf16 and fp16 the losses of a single step may differ by percents where an unusual
 # sequence makes the loss jump; if a strategy trains another model, the difference lasts. So in

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from support.console import markdown_table, text_table
 from support.files.atomic import only_finite
 from support.report.causes import ROUNDING
 from support.report.compare import Comparison, RecordedRun
+from support.text_tables import markdown_table, text_table
 from support.units import GB, MB, human_bytes
 
 WIDTH = 80

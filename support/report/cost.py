@@ -13,16 +13,16 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import PROJECT, process
+from support import PROJECT, programs
 from support.cli.argument_types import Options
 from support.cli.ds_config import lookup
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
-from support.console import text_table
 from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
 from support.memory.estimate import MemoryEstimate
 from support.memory.workload import Workload
 from support.report.peak_flops import find_by_short_name, flops_per_token
+from support.text_tables import text_table
 from support.units import GB, human_rate, human_time
 
 DEFAULT_MFU = 0.4
@@ -266,7 +266,7 @@ def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, dict[
         print(f"⏳ Measuring {MEASURED_STEPS} steps: {shlex.join(command)}", file=sys.stderr)
         command += ["--dataset", f"{folder}/text.txt", "--output_dir", f"{folder}/run"]
         command += ["--cache_dir", f"{folder}/cache", "--no_eval", "--no_export", "--no_save"]
-        exit_code, log = process.run_program([*launcher, *command])
+        exit_code, log = programs.run_program([*launcher, *command])
         if exit_code:
             errors = [line for line in log.splitlines() if line.startswith("❌")]
             reason = errors[0].removeprefix("❌ ") if errors else log.strip()[-300:]

@@ -8,7 +8,6 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ import torch
 from support import console
 from support.checkpoints.format import list_checkpoints
 from support.cli.arguments import Arguments, global_batch
-from support.cli.ds_config import nvme_folder
-from support.cli.run_file import settings_of
+from support.cli.flags import settings_of
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, cpu_fact
-from support.console import text_table
 from support.errors import TrainingError, UserError, redact, redact_value
 from support.files import atomic
 from support.files.user_files import create_folder
@@ -32,7 +29,7 @@ from support.model.resolve import ModelSpec
 from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
 from support.tables import OPTIMIZERS
-from support.units import GB, human_bytes
+from support.units import GB
 
 # Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """
@@ -178,10 +175,12 @@ def measured(
 
 def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSpec) -> float | None:
     """Return the MFU of a rate in tokens per second per GPU; None if the peak is not known."""
+    if ctx.device.type != "cuda":
+        return None
     from support.report.peak_flops import flops_per_token, peak_flops
 
     peak = peak_flops(ctx.device, ctx.precision)
-    if peak is None:  # also on a CPU
+    if peak is None:
         return None
     config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
     shape = config.num_hidden_layers, config.hidden_size, args.seq_length
@@ -191,7 +190,11 @@ def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSp
 def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
     from support.memory import fit
 
-    nvme = nvme_folder(args.ds_config_dict)
+    nvme = None
+    if args.ds_config_dict:
+        from support.cli.ds_config import nvme_folder
+
+        nvme = nvme_folder(args.ds_config_dict)
     own = measure.of_this_rank(meter.memory, meter.step_memory, nvme, ctx.launch.is_node_leader)
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
@@ -226,8 +229,9 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
     """Print the results at the end of a run, from the content of results.json."""
     print0, used, on_gpu = console.print0, facts["memory"], ctx.device.type == "cuda"
     if args.profile_memory or ctx.simulated:
-        for line in memory_profile(used, on_gpu):
-            print0(line)
+        from support.report.memory_profile import lines_of
+
+        print0("\n".join(lines_of(used, on_gpu)))
     if ctx.simulated:
         print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
         return
@@ -246,31 +250,3 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
             + (f"GPU | MFU {mfu} " if on_gpu else "process ")
             + f"(first {facts['warmup_steps_excluded']} of {facts['steps']} steps left out)"
         )
-
-
-def memory_profile(used: dict, on_gpu: bool) -> Iterator[str]:
-    """Yield the lines of --profile_memory; the tables show the rank with the most."""
-    for rank in range(len(used["peak_bytes"])):
-        yield f"{'GPU' if on_gpu else 'Process'} {rank} Memory:"
-        for name in ("Allocated", "Reserved", "Peak"):
-            yield f"  {name}: {_most([used[f'{name.lower()}_bytes'][rank]])}"
-    kinds = ["device_allocated", "device_peak", "host_resident"][0 if on_gpu else 2 :]
-    phases = used["phases_bytes"].items()
-    rows = [[phase, *(_most(values[kind]) for kind in kinds)] for phase, values in phases]
-    yield "\n" + text_table(rows, ["memory after", *kinds])
-    places = (used["categories_bytes_by_rank"], used["device_categories_bytes_by_rank"])
-    rows = [
-        [kind, *(_most([rank[kind] for rank in place]) for place in places)]
-        for kind in used["categories_bytes"] or ()
-    ]
-    yield "\n" + text_table(rows, ["live tensors by kind", "all", "on the device"])
-    host, pinned = _most(used["host_peak_bytes"]), _most(used["pinned_bytes"])
-    yield f"\nHost: {host} at its peak, {pinned} pinned"
-    if used["nvme_bytes"]:
-        written = human_bytes(used["nvme_written_bytes_per_step"])
-        yield f"NVMe: {human_bytes(used['nvme_bytes'])} stored, {written} written in a step"
-
-
-def _most(values: list[int | None]) -> str:
-    known = [value for value in values if value is not None]
-    return human_bytes(max(known)) if known else "—"

@@ -18,10 +18,10 @@ from support import console
 from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.cluster.failures import MONITOR, Restart
-from support.cluster.launch import restart_values
+from support.cluster.failures import MONITOR
 from support.cluster.tuning import keep_freed_memory
-from support.data.batches import NOTHING_TO_EVALUATE, steps_of
+from support.data.batches import steps_of
+from support.data.opening import NOTHING_TO_EVALUATE
 from support.errors import Preempted, UserError, explain
 from support.files import atomic
 from support.memory.measure import MemoryByPhase
@@ -87,9 +87,10 @@ class Run:
         shared = (found, run.earlier, run.facts["started_at"])
         found, run.earlier, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
         MONITOR.record = run.fail
-        from support.strategies.requirements import check_requirements
+        if args.strategy != "dp":  # after it, because results.json tells why a run is skipped
+            from support.strategies.requirements import check_requirements
 
-        check_requirements(args)  # after it, because results.json tells why a run is skipped
+            check_requirements(args)
         run.target = export.target_of(args, run.folder, found)
         if args.push_to_hub:
             from support.model.push import open_repository
@@ -122,7 +123,9 @@ class Run:
         """Print and record the sizes of the model and of the data (`dataset`: its entry)."""
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
-            prompt_for(args, spec, dataset)
+            from support.data.chat import prompt_for
+
+            prompt_for(args, spec.tokenizer, dataset)
         print0, whole = console.print0, spec.parameters
         print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
@@ -154,6 +157,10 @@ class Run:
         """Replace the files of an earlier run, and start to measure steps."""
         ctx = self.ctx
         self.args, self.manager, self.state = args, manager, state
+        if ctx.simulated:
+            from support.cluster.process_group import replace_all_reduce
+
+            replace_all_reduce(objects.model)
         self.meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         if args.report_to and ctx.is_main:
@@ -177,7 +184,10 @@ class Run:
 
             keep_freed_memory(large=has_room(args, ctx, manager.spec))
         # Adam's states exist from the first update on, so the second step may need the most memory.
-        if values := restart_values(args, self.folder):
+        if args.auto_micro_batch and args.batch_size > 1:
+            from support.cluster.restart import Restart, restart_values
+
+            values = restart_values(args, self.folder)
             MONITOR.restart = Restart(values, self._smaller_batch_may_help)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
@@ -448,9 +458,10 @@ class Run:
         """Export and generate if requested and missing; `state` is None if nothing was trained."""
         folder = export.finish(manager, self, self.target, args, state)
         if args.generate:
+            from support.data.chat import prompt_for
             from support.model.generate import generate
 
-            prompt = prompt_for(args, manager.spec, self.facts.get("dataset") or {})
+            prompt = prompt_for(args, manager.spec.tokenizer, self.facts.get("dataset") or {})
             sample = generate(manager.model, casting, manager.spec, prompt, args.seed, self.ctx)
             self.facts["sample"] = sample
         if folder and args.push_to_hub:
@@ -487,15 +498,3 @@ def errors_as_notices() -> Iterator[None]:
         yield
     except Exception as error:
         console.warn(str(explain(error)))
-
-
-def prompt_for(args: Arguments, spec: ModelSpec, dataset: dict) -> Any:
-    """Return the prompt of --generate: in the chat template if conversations were trained.
-
-    Base models have a chat template, too, so an evaluation only is the other case that uses it.
-    """
-    from support.data.chat import prompt_of
-
-    kind = dataset.get("kind")  # None before a stream's first row
-    as_chat = kind == "chat" or (args.eval_only and kind != "pair")
-    return prompt_of(args.generate or "", spec.tokenizer, as_chat)

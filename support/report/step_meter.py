@@ -16,9 +16,8 @@ from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
-from support.report import PHASES
 from support.train_state import TrainingObjects, TrainState, unwrapped
-from support.units import fits_in_graph
+from support.units import PHASES, fits_in_graph
 
 
 def create_meter(

@@ -7,5 +7,6 @@ fsdp              which layers FSDP shards, and how the weights reach the shards
 gradients         gradient norm, check for non-finite values, loss scaling
 optimizer_shards  locations of the fp32 weights and Adam moments on each rank, for dp and fsdp
 zero_shards       the same for DeepSpeed's stages
+adafactor_states  Adafactor's states
 moments_8bit      Adam's moments in the 8 bits of bitsandbytes
 """

@@ -14,13 +14,7 @@ import torch
 from torch import nn
 
 from support import console
-from support.cli.arguments import Arguments
-from support.cli.ds_config import (
-    ModelSizes,
-    complete_ds_config,
-    configured_strategy,
-    write_ds_config,
-)
+from support.cli.arguments import Arguments, configured_strategy
 from support.cluster.context import DistContext
 
 
@@ -38,6 +32,7 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
     import deepspeed
 
     from support import patches
+    from support.cli.ds_config import write_ds_config
     from support.strategies import ops, requirements
 
     if not args.verbose:
@@ -72,6 +67,8 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
 
 def _complete(args: Arguments, ctx: DistContext, spec, nvme_folder: str | None) -> dict[str, Any]:
     """Return DeepSpeed's complete configuration."""
+    from support.cli.ds_config import ModelSizes, complete_ds_config
+
     config = copy.deepcopy(args.ds_config_dict or {})
     if ctx.simulated and "fp16" in config:
         # With a larger scale gradients would overflow and their steps would be skipped.
@@ -89,23 +86,6 @@ def _complete(args: Arguments, ctx: DistContext, spec, nvme_folder: str | None) 
     if args.eval_only:
         config.pop("optimizer", None)
     return config
-
-
-def partition_parameters(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
-    """Partition the parameters of a model in place, for stage 3; infinity moves them to NVMe.
-
-    Args:
-        model: its weights are mapped from the file, and not in memory yet.
-    """
-    import deepspeed
-
-    with quiet(args.verbose):
-        deepspeed.zero.Init(
-            module=OneByOne(model, ctx.dtype), config_dict_or_path=args.ds_config_dict
-        )
-    for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
-        buffer.data = buffer.data.to(ctx.device)
-    return model
 
 
 class OneByOne(nn.Module):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.cli.ds_config import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.cluster.context import DistContext
 from support.errors import TrainingError
+from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.train_state import TrainingObjects, base_optimizer, is_fsdp_module, local_part
 from support.units import NORM_CHUNK
 
@@ -61,6 +61,8 @@ def check_finite(
     """
     if ctx.simulated:  # the loss lacks the contributions of the other ranks
         return
+    if objects.found_inf is None:
+        objects.found_inf = torch.zeros((), dtype=torch.bool, device=loss.device)
     scaler, found_inf = objects.scaler, objects.found_inf
     scaling = scaler.is_enabled()
     found_inf.logical_or_(~torch.isfinite(loss))

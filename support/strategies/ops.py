@@ -28,7 +28,7 @@ from pathlib import Path
 from support import PROJECT, patches
 from support.cluster import tuning
 from support.errors import MissingRequirement, look_up
-from support.process import run_program
+from support.programs import run_program
 from support.tables import Strategy
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -9,7 +9,7 @@ parameter to its offset in a master. There is one class for each layout of the m
 
 AdamW's moments have an element for each of the master's; 8-bit moments are converted to fp32 and
 back (moments_8bit). Adafactor's states are rows and columns of whole parameters; only dp has them,
-on every rank. SGD without momentum has no states.
+on every rank (adafactor_states). SGD without momentum has no states.
 """
 
 from __future__ import annotations
@@ -183,24 +183,6 @@ class PlainState(ShardedState):
         for name, parameter in self.trained.items():
             start, numel = _local_range(parameter)
             yield Shard(parameter, [name], [Piece(name, start, 0, numel)] if numel else [])
-
-    def adafactor_states(self) -> dict[str, torch.Tensor]:
-        """Return Adafactor's states by "<parameter>/<state>"; {} for other optimizers."""
-        return {
-            f"{shard.names[0]}/{kind}": value
-            for shard in (self.shards if self.family == "adafactor" else ())
-            for kind, value in self.base.state.get(shard.key, {}).items()
-            if kind.startswith("exp_avg_sq")
-        }
-
-    def load_adafactor_states(self, saved: dict[str, torch.Tensor]) -> None:
-        """Set the states of Adafactor; a parameter without saved states gets new ones."""
-        keys = {shard.names[0]: shard.key for shard in self.shards}
-        for name, value in saved.items():
-            parameter, _, kind = name.rpartition("/")
-            state = self.base.state[keys[parameter]]
-            state[kind] = value.float().to(keys[parameter].device)
-            state.setdefault("RMS", 0)
 
 
 def _local_range(parameter: torch.Tensor) -> tuple[int, int]:

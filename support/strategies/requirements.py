@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from support.cli.arguments import Arguments
-from support.cli.ds_config import configured_strategy
+from support.cli.arguments import Arguments, configured_strategy
 from support.errors import MissingRequirement
 from support.files.atomic import TemporaryFolder
 from support.strategies import ops

@@ -12,7 +12,7 @@ import pytest
 from attacks import Attack
 from conftest import PROJECT, Run
 
-from support.process import exit_code_of
+from support.programs import exit_code_of
 
 # For anything that runs in this process; a loop over a number of the user would take hours.
 SPARE_SECONDS = 20

@@ -169,7 +169,7 @@ def main() -> None:
         data.fill_up = run_out
     elif kind == "kill_saving":
         from support.checkpoints import format as checkpoint_format
-        from support.checkpoints import tensors
+        from support.checkpoints import saving as tensors
 
         module, name = {
             "tensors": (tensors, "save_file"),
@@ -185,7 +185,7 @@ def main() -> None:
 
         setattr(module, name, killed)
     elif kind == "full_disk":
-        from support.checkpoints import tensors
+        from support.checkpoints import saving as tensors
 
         save_file, written = tensors.save_file, [0]
 
@@ -199,17 +199,16 @@ def main() -> None:
     elif kind == "logits":
         let_the_live_model_speak(":".join(values))
     elif kind == "own_means":
-        from support.model import loss
-        from support.units import IGNORED
+        from support.model.loss import LossMixin
 
-        compute_loss = loss.next_token_loss
+        forward = LossMixin.forward
 
-        def mean_of_means(model, inputs, labels, divisor, positions):
-            if len(inputs) == 1:  # of eight micro-batches
-                divisor = 8 * (labels[:, 1:] != IGNORED).sum()
-            return compute_loss(model, inputs, labels, divisor, positions)
+        def mean_of_means(model, inputs=None, targets=None, tokens=None, **options):
+            if targets is not None and len(inputs) == 1:  # of eight micro-batches
+                tokens = 8 * (targets >= 0).sum()
+            return forward(model, inputs, targets, tokens, **options)
 
-        loss.next_token_loss = mean_of_means
+        LossMixin.forward = mean_of_means
     elif kind == "prove":
         from support.commands import prove
 

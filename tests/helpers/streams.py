@@ -10,7 +10,8 @@ from support.cli.parse import parse_arguments
 
 def tokenized(file, tokenizer, root, *flags, bad=0):
     """What `tokenize_once` returns for a file or folder, with the cache in `root`."""
-    from support.data.rows import RowOptions, open_source
+    from support.data.rows import RowOptions
+    from support.data.sources import open_source
     from support.data.tokenize import tokenize_once
     from support.files.cache import Cache
 

@@ -18,11 +18,12 @@ from streams import tokenized
 
 from support.cli.parse import parse_arguments
 from support.data.chat import Encoder
-from support.data.rows import Row, RowOptions, open_source
-from support.data.tokenize import encode_example
+from support.data.examples import encode_example
+from support.data.rows import Row, RowOptions
+from support.data.sources import open_source
 from support.errors import UserError
 from support.files.cache import META, Cache
-from support.files.user_files import files_of
+from support.files.folders import files_of
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 FINE = json.dumps({"text": "fine"})

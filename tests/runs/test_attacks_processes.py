@@ -226,7 +226,7 @@ def test_a_command_line_that_is_stopped_removes_what_is_half_written(tmp_path, n
     """The handler of the start would end the process at once, and print that nothing was written."""
     (tmp_path / "tool.py").write_text("""if True:
         import os, pathlib, sys, time
-        from support import process
+        from support import process, programs
 
         def main():
             half = pathlib.Path("half")
@@ -238,7 +238,7 @@ def test_a_command_line_that_is_stopped_removes_what_is_half_written(tmp_path, n
                 half.unlink()
 
         process.catch_signals(process.STOP_SIGNALS)
-        process.run_command_line(main)
+        programs.run_command_line(main)
     """)
     number = signal.Signals[name].value
     run = start([sys.executable, "tool.py", number], {"PYTHONPATH": PROJECT}, cwd=tmp_path)

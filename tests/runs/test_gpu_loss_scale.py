@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.cli.ds_config import GROWTH_INTERVAL, ModelSizes, complete_ds_config
+from support.cli.ds_config import ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
 from support.strategies import gradients
+from support.tables import GROWTH_INTERVAL
 
 
 def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> list[float]:

@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from real_model_example import next_token_loss
 from support import patches
 from support.data.sequences import Padding, micro_batch
 from support.errors import UserError
@@ -95,7 +96,7 @@ def test_packed_loss_is_the_loss_of_the_documents_alone(name):
     def loss_of(rows):
         inputs, labels, positions = label_text(torch.tensor([rows]), end_of_text=0)
         with torch.no_grad():
-            return loss.next_token_loss(model, inputs, labels, tokens, positions).item()
+            return next_token_loss(model, inputs, labels, tokens, positions).item()
 
     packed, alone = loss_of(DOCUMENTS[0] + DOCUMENTS[1]), sum(map(loss_of, DOCUMENTS))
     assert packed == pytest.approx(alone, rel=1e-6)

@@ -12,6 +12,7 @@ from conftest import FAULT
 from operations import Operations
 from torch import nn
 
+from real_model_example import next_token_loss
 from support import patches, units
 from support.data.batches import IGNORED
 from support.model import loss, weights
@@ -136,7 +137,7 @@ def test_script_computes_the_same_loss_either_way(family):
     )
     if plain:
         loss.add_loss(model)
-    found = loss.next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
+    found = next_token_loss(model, ids, labels, torch.tensor(19.0 + 11.0))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     shape = model(input_ids=ids).logits.shape  # outside of training it gives logits
     assert shape == (2, 20, VOCABULARY)
@@ -150,7 +151,7 @@ def test_a_step_does_not_wait_for_the_gpu():
     loss.add_loss(model)
     ids, tokens = torch.randint(0, VOCABULARY, (2, 20)), torch.tensor(38.0)
     with Operations() as operations:
-        loss.next_token_loss(model, ids, ids, tokens).backward()
+        next_token_loss(model, ids, ids, tokens).backward()
     assert "aten::mm" in operations.names
     assert not {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"} & set(
         operations.names

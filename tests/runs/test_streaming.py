@@ -13,7 +13,8 @@ from streams import stream_of
 from tokenizer_zoo import tokenizer_of
 
 from support.data import tokenize
-from support.data.rows import Row, join_articles
+from support.data.row_hub import join_articles
+from support.data.rows import Row
 from support.errors import UserError
 
 WORK = "--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split()

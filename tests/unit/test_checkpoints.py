@@ -6,8 +6,9 @@ import pytest
 import torch
 from one_rank import one_rank
 
-from support.checkpoints.tensors import PieceWriter, read_shards, sharded_state, write_shards
-from support.strategies import gradients, moments_8bit
+from support.checkpoints.loading import read_shards
+from support.checkpoints.saving import PieceWriter, sharded_state, write_shards
+from support.strategies import adafactor_states, gradients, moments_8bit
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def updated(create, inputs=80, outputs=64) -> tuple[torch.nn.Linear, torch.optim
 @pytest.mark.parametrize("elements", [1, 6, 100])
 def test_pieces_are_distributed_over_files(ctx, tmp_path, monkeypatch, elements):
     """Each file has at most `elements` elements, and any distribution is read as the same tensors."""
-    monkeypatch.setattr("support.checkpoints.tensors.PIECE_FILE_BYTES", 12 * elements)
+    monkeypatch.setattr("support.checkpoints.saving.PIECE_FILE_BYTES", 12 * elements)
     model, optimizer = updated(torch.optim.AdamW, 3, 2)
     state, writer = sharded_state(model, optimizer, CPU), PieceWriter(tmp_path)
     write_shards(writer, state, 1)
@@ -51,7 +52,7 @@ def test_rows_and_columns_of_adafactor_are_restored(ctx):
         return Adafactor(parameters, lr=0.1, scale_parameter=False, relative_step=False)
 
     (first, optimizer), (second, fresh) = updated(create), updated(create)
-    saved = sharded_state(first, optimizer, CPU).adafactor_states()
+    saved = adafactor_states.read(sharded_state(first, optimizer, CPU))
     assert {name: tuple(value.shape) for name, value in saved.items()} == {
         "weight/exp_avg_sq_row": (64,),
         "weight/exp_avg_sq_col": (80,),
@@ -59,7 +60,7 @@ def test_rows_and_columns_of_adafactor_are_restored(ctx):
     }
     fresh.state.clear()
     state = sharded_state(second, fresh, CPU)
-    state.load_adafactor_states({name: value.clone() for name, value in saved.items()})
+    adafactor_states.write(state, {name: value.clone() for name, value in saved.items()})
     state.set_adam_step(1)
     for model, its_optimizer in ((first, optimizer), (second, fresh)):
         model(torch.ones(4, 80)).square().sum().backward()

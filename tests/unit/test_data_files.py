@@ -9,10 +9,11 @@ from streams import tokenized
 from tokenizer_zoo import tokenizer_of
 
 from support.cli.parse import parse_arguments
-from support.data.batches import check_validation, open_split
+from support.data.corpus import open_split
+from support.data.opening import check_validation
 from support.data.sequences import Padding, Sequences
 from support.errors import UserError
-from support.files.user_files import files_of
+from support.files.folders import files_of
 from support.units import IGNORED
 
 

@@ -206,7 +206,7 @@ def test_the_table_of_strategies_in_the_script_agrees_with_the_code():
     for name, row in STRATEGIES.items():
         kinds = {"P": "parameters", "G": "gradients", "O": "optimizer"}
         stored = [letter + "/N" * (kind in row.sharded) for letter, kind in kinds.items()]
-        [shown] = re.findall(rf"^    {name} +(\S+), +(\S+), +(\S+) ", script, re.MULTILINE)
+        [shown] = re.findall(rf"^    {name} +(\S+) +(\S+) +(\S+) ", script, re.MULTILINE)
         assert [*shown] == stored, name
 
 

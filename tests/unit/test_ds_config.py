@@ -5,12 +5,11 @@ import json
 import pytest
 from conftest import PROJECT
 
-from support.cli.arguments import Arguments
+from support.cli.arguments import Arguments, configured_strategy
 from support.cli.ds_config import (
     ModelSizes,
     check_with_deepspeed,
     complete_ds_config,
-    configured_strategy,
     merge,
     write_ds_config,
 )

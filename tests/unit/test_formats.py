@@ -11,8 +11,9 @@ from streams import ids_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
 from support.data.chat import Encoder
-from support.data.rows import BadRow, Row, RowOptions, columns_of_table, read_row, rows_of_file
-from support.data.tokenize import encode_example
+from support.data.examples import encode_example
+from support.data.row_files import rows_of_file
+from support.data.rows import BadRow, Row, RowOptions, columns_of_table, read_row
 from support.errors import UserError
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a list?"}]

@@ -17,8 +17,8 @@ from support.data import batches as data
 from support.errors import UserError
 from support.memory import measure as memory
 from support.memory import system
-from support.report import PHASES
 from support.report.step_meter import StepMeter
+from support.units import PHASES
 
 GPU = torch.device("cuda", 0)
 GB = 2**30

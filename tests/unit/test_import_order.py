@@ -15,8 +15,9 @@ from support import PROJECT
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
     *(["startup"], ["commands"], ["report"], ["checkpoints"], ["strategies"]),
-    *(["data", "model"], ["cluster", "memory"], ["cli"], ["files", "process"], ["errors"]),
-    ["console", "entry_points", "patches", "tables", "train_state", "units"],
+    *(["data", "model"], ["cluster", "memory"], ["cli"], ["files", "programs"], ["process"]),
+    *(["errors"], ["console", "entry_points", "patches", "tables", "text_tables"]),
+    ["train_state", "units"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

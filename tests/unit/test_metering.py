@@ -11,12 +11,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from support.report import PHASES, step_meter
+from support.report import step_meter
 from support.report.metrics_file import MetricsFile, read_metrics
 from support.report.peak_flops import peak_flops
 from support.report.run import Run
 from support.report.step_meter import StepMeter
 from support.train_state import TrainState
+from support.units import PHASES
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 

@@ -7,7 +7,8 @@ import pytest
 
 from support.cli.arguments import Dataset
 from support.cli.parse import parse_datasets
-from support.data.sequences import Padding, Sequences, mix, shares_of
+from support.data.mixture import mix
+from support.data.sequences import Padding, Sequences, shares_of
 from support.errors import UserError
 from support.units import IGNORED
 

@@ -10,8 +10,9 @@ from streams import stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
 from support.cli.parse import parse_arguments
-from support.data.batches import open_split, split_sequences
-from support.data.sequences import Padding, pack
+from support.data.corpus import open_split, split_sequences
+from support.data.packing import pack
+from support.data.sequences import Padding
 from support.errors import UserError
 from support.units import IGNORED
 

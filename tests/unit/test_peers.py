@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.peers import ONE, PEERS, Case, Run, Spread
-from support.console import replace_section
+from support.text_tables import replace_section
 
 GB = 2**30
 CASE = Case("One process", ONE, PEERS)

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from support.data.chat import prompt_of
+from support.data.chat import prompt_for, prompt_of
 from support.errors import UserError
-from support.report.run import prompt_for
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
@@ -48,4 +47,4 @@ def test_what_is_prompted_with_the_template(tokenizer, kind, eval_only, is_chat)
     tokenizer.chat_template = TEMPLATE  # as base models have, too
     args = SimpleNamespace(generate="the dog", eval_only=eval_only)
     spec = SimpleNamespace(tokenizer=tokenizer)
-    assert prompt_for(args, spec, {"kind": kind}).is_chat is is_chat
+    assert prompt_for(args, spec.tokenizer, {"kind": kind}).is_chat is is_chat

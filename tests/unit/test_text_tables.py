@@ -1,6 +1,6 @@
 """The tables of plan_memory.py and compare_runs.py."""
 
-from support.console import markdown_table, text_table
+from support.text_tables import markdown_table, text_table
 
 ROWS, HEADERS = [["dp", "1.00×"], ["infinity", "—"]], ["\nstrategy", "speed\nvs dp"]
 

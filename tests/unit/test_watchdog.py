@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support import process
 from support.cluster import comm_volume, process_group, watchdog
 from support.cluster.failures import FailureMonitor, StopSignal
+from support.cluster.hang_report import diagnosis
 from support.cluster.launch import Launch
 from support.errors import StoppedBySignal, TrainingError, explain
 from support.train_state import TrainState
@@ -86,7 +87,7 @@ def states(*collectives: tuple[int, str], step: int | None = 1) -> dict[int, dic
     ids=["behind", "different", "same", "prepares"],
 )
 def test_the_rank_that_the_others_wait_for_is_named(states, says):
-    found = watchdog.diagnosis(states)
+    found = diagnosis(states)
     assert says in found and bool(says) == bool(found)
 
 

@@ -1,4 +1,4 @@
-"""Save and load the tensors of a checkpoint: for each piece of a parameter its weight and moments.
+"""Save the tensors of a checkpoint: for each piece of a parameter its weight and moments.
 
 A piece is a range of consecutive elements of a flattened parameter. A file contains its tensors in
 fp32 as `<parameter>@<index of the first element>/<kind>`; the kinds are format.KINDS.
@@ -6,16 +6,13 @@ fp32 as `<parameter>@<index of the first element>/<kind>`; the kinds are format.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from support.checkpoints.format import KINDS, file_entry
-from support.errors import TrainingError, UserError
 from support.strategies.optimizer_shards import PlainState, ShardedState
 
 # Size limit of one file of tensors, and the host memory that a save needs on top of training.
@@ -92,71 +89,3 @@ def write_shards(writer: PieceWriter, state: ShardedState, world_size: int) -> N
                 elements = {kind: flat[part] for kind, flat in tensors.items()}
                 writer.add(piece.name, piece.start + begin, elements)
     writer.flush()
-
-
-class PieceReader:
-    """Reader for any range of elements of any parameter in a checkpoint.
-
-    Attributes:
-        files: the open files; what was read of a file stays mapped until it is closed.
-    """
-
-    def __init__(self, folder: Path, manifest: dict):
-        self.folder, self.files = folder, {}
-        self._pieces: dict[str, list[dict]] = {}
-        for piece in manifest["pieces"]:
-            self._pieces.setdefault(piece["name"], []).append(piece)
-
-    def read_into(self, flat: torch.Tensor, name: str, kind: str, start: int) -> None:
-        """Fill a flat tensor with a parameter's elements from `start` on; missing moments are 0.
-
-        Raises:
-            TrainingError: the checkpoint lacks some of the elements.
-        """
-        filled = 0
-        for piece in self._pieces.get(name, ()):  # an empty parameter has no pieces
-            first = piece["start"]
-            begin, end = max(start, first), min(start + flat.numel(), first + piece["numel"])
-            if begin >= end:
-                continue
-            filled += end - begin
-            part = flat[begin - start : end - start]
-            if kind != "weight" and not piece["moments"]:
-                part.zero_()
-            else:
-                file = piece["file"]
-                if file not in self.files:
-                    self.files[file] = safe_open(self.folder / file, framework="pt")
-                saved = self.files[file].get_slice(f"{name}@{first}/{kind}")
-                part.copy_(saved[begin - first : end - first])
-        if filled != flat.numel():
-            raise TrainingError(
-                f"The checkpoint {self.folder} has {filled} of {flat.numel()} elements of {name}."
-            )
-
-
-def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
-    """Check that a checkpoint has all parameters of this model, in the same shapes.
-
-    Flat tensors are accepted, because DeepSpeed's stage 3 writes them to universal checkpoints.
-    """
-    for name, shape in state.shapes.items():
-        saved_shape = manifest["shapes"].get(name)
-        if saved_shape not in (list(shape), [math.prod(shape)]):
-            raise UserError(
-                f"--resume {checkpoint}: the shape of {name} is {list(shape)} in this model, and "
-                f"{saved_shape or 'missing'} in the checkpoint."
-            )
-
-
-def read_shards(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
-    """Load this rank's masters, moments and working copies of the weights from a checkpoint."""
-    reader = PieceReader(checkpoint, manifest)
-    for shard in state.shards:
-        with state.open(shard, write=True) as tensors:
-            for piece in shard.pieces:
-                for kind, flat in tensors.items():
-                    part = flat[piece.offset : piece.offset + piece.numel]
-                    reader.read_into(part, piece.name, kind, piece.start)
-    state.set_adam_step(manifest["adam_step"])
-    state.finish_writing()

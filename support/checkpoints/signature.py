@@ -1,0 +1,71 @@
+"""The signature of a run, a part of each checkpoint's manifest ("identity").
+
+hard   must match: otherwise the tensors of the checkpoint are useless
+soft   should match: what the model is trained and evaluated on; see --resume_force
+told   informational: a difference is only reported
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
+from support.cluster.context import DistContext
+from support.data.tokenize import tokenizer_fingerprint
+from support.train_state import full_shape, unwrapped
+
+INFORMATIONAL_FLAGS = """
+    strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
+    warmup_ratio adam_beta1 adam_beta2 adam_epsilon optim weight_decay max_grad_norm dropout
+    from_scratch lora_dropout fused_gelu
+    """.split()
+
+
+def flags_signature(args: Arguments, world_size: int) -> dict:
+    """Return the part of the run signature that is known before model and data are read."""
+    should_match = {
+        "seed": args.seed,
+        "validation_split": held_out_share(args),
+        "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
+        "global batch": global_batch(args, world_size),
+        "isolate_documents": isolates_documents(args),
+        "packing": args.packing,
+    }
+    if args.seq_length is not None:  # the default depends on the model
+        should_match["seq_length"] = args.seq_length
+    return {"hard": {}, "soft": should_match}
+
+
+def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model) -> dict:
+    """Return the run signature; `dataset` is the dataset's entry in results.json."""
+    shapes = {name: full_shape(p) for name, p in unwrapped(model).named_parameters()}
+    must_match = {
+        "parameters": spec.parameters,
+        "shapes": digest_of(sorted(shapes.items())),
+        "tokenizer": tokenizer_fingerprint(spec.tokenizer),
+    }
+    if spec.lora:
+        must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
+        # The frozen weights are not part of a checkpoint.
+        frozen = f"random, from seed {args.seed}" if spec.random else "as they came"
+        must_match["frozen weights"] = frozen + (", in 4 bits" if spec.load_in_4bit else "")
+    # Whether a stream contains conversations is not known in advance.
+    may_be_chat = args.streaming or dataset["kind"] in ("chat", "mixed")
+    revision = f"@{args.model_revision}" if args.model_revision else ""
+    should_match = flags_signature(args, ctx.world_size)["soft"] | {
+        "model": os.path.normpath(args.model) + revision,
+        "dataset": dataset["sha256"],
+        "blocks": dataset["blocks"],
+        "validation": (dataset.get("validation") or {}).get("sha256"),
+        "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
+    }
+    informational = {name: getattr(args, name) for name in INFORMATIONAL_FLAGS}
+    informational |= {"ranks": ctx.world_size, "precision": ctx.precision}
+    return {"hard": must_match, "soft": should_match, "told": informational}
+
+
+def digest_of(value) -> str:
+    """Return the SHA-256 hex digest of a JSON value, which may contain tuples."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""Open a checkpoint: read its manifest, and verify its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.checkpoints.format import FORMAT_VERSION, candidates_in
+from support.errors import UserError
+from support.files.atomic import digest_of_json, sha256_of
+from support.files.user_files import shown
+from support.train_state import NEW_RUN
+
+
+def open_checkpoint(path: Path) -> tuple[Path, dict]:
+    """Open a checkpoint in a single process, without a process group, and verify every file.
+
+    Args:
+        path: see `candidates_in`; of several checkpoints the newest is opened.
+    Raises:
+        UserError: there is no checkpoint, or it is incomplete or damaged.
+    """
+    newest = next(iter(candidates_in(path)), None)
+    if newest is None:
+        raise UserError(
+            f"{path} contains no checkpoint: a run needs --save_every or --save_epochs."
+        )
+    manifest, problem = read_manifest(newest)
+    if problem := problem or find_damage(newest, manifest):
+        raise UserError(f"{newest}: {problem}.")
+    return newest, manifest
+
+
+def read_manifest(checkpoint: Path) -> tuple[dict, str]:
+    """Return (manifest, ""), or ({}, problem) with a clause that says why it cannot be used."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+        if manifest.pop("sha256", "") != digest_of_json(manifest):
+            raise ValueError("its digest differs")
+        if manifest["format_version"] != FORMAT_VERSION:
+            version = shown(manifest["format_version"])
+            return {}, f"its format is {version}, and this version reads {FORMAT_VERSION}"
+        for name in {piece["file"] for piece in manifest["pieces"]} | manifest["files"].keys():
+            inside = not {"", ".", ".."} & {*name.split("/")} and "\\" not in name
+            if name not in manifest["files"] or not inside:
+                raise ValueError(f"the name {shown(name)}")
+        # The defaults are for keys that older versions did not write.
+        return {
+            "scaling": {},
+            "groups": [],
+            "stream": None,
+            # An imported checkpoint may have no states; then it fits any optimizer.
+            "optimizer": "adamw" if manifest["adam_step"] else "",
+            **manifest,
+            "counters": {**NEW_RUN, **manifest["counters"]},
+            "identity": {"hard": {}, "soft": {}, "told": {}, **manifest["identity"]},
+        }, ""
+    except FileNotFoundError:
+        return {}, "it has no manifest.json, so it was never completed"
+    except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        return {}, f"its manifest.json is damaged ({shown(error)})"
+
+
+def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
+    """Return a clause about a damaged one of every `parts`-th file from `part` on, or ""."""
+    for name, entry in list(manifest["files"].items())[part::parts]:
+        try:
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if sha256_of(checkpoint / name) != entry.get("sha256"):
+                return f"{name} is damaged (its SHA-256 differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return ""

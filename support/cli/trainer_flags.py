@@ -1,0 +1,56 @@
+"""Flags of Hugging Face's Trainer and of accelerate that set others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.cli.arguments import Arguments
+from support.errors import UserError
+
+TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
+
+
+def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
+    """Set what --bf16, --fp16, --deepspeed and --fsdp set.
+
+    Args:
+        values: the flags of the command line or of the run file; changed in place.
+        spelled: the option that set each flag; changed in place.
+    """
+
+    def put(flag: str, value: str, by: str) -> None:
+        if values.setdefault(flag, value) != value:
+            other = spelled[flag]
+            raise UserError(f"{other} and {spelled[by]} both set --{flag}: leave one out.")
+        spelled.setdefault(flag, spelled[by])
+
+    halves = {half: values.pop(half) for half in ("bf16", "fp16") if half in values}
+    for half in filter(halves.get, halves):
+        put("precision", half, by=half)
+    if halves and "precision" not in values:
+        put("precision", "fp32", by=next(iter(halves)))
+    deepspeed = values.pop("deepspeed", None)
+    if isinstance(deepspeed, str):
+        put("ds_config", deepspeed, by="deepspeed")
+    elif deepspeed is False:
+        for flag in ("deepspeed", "ds_config"):  # a run file may configure the library that is off
+            spelled.pop(flag, None)
+            values.pop(flag, None)
+    if values.get("fsdp"):
+        put("strategy", "fsdp", by="fsdp")
+
+
+def convert(args: Arguments) -> dict[str, Any]:
+    """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
+    changes: dict[str, Any] = {}
+    if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
+        changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
+        changes["save_epochs"] = args.save_epochs or saves == "epoch"
+    if args.eval_only or (args.do_eval and not args.do_train):
+        return changes | {"eval_only": True}
+    if args.eval_strategy is not None:
+        in_steps = args.eval_strategy == "steps"
+        changes["eval_every"] = (args.eval_every or TRAINER_STEPS) if in_steps else None
+    if args.do_eval is False or (args.eval_strategy == "no" and not args.do_eval):
+        changes["eval"] = False
+    return changes

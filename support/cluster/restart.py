@@ -1,0 +1,78 @@
+"""--auto_micro_batch: after memory ran out, all ranks start again with half the micro-batch.
+
+Each rank replaces its program by a new one in the same process (execve), which no launcher notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from support import process
+from support.cli.arguments import Arguments
+from support.cluster.launch import agent_hosts_store
+
+READY_SECONDS = 10  # for all ranks to see that they restart
+
+
+@dataclass
+class Restart:
+    """What a rank needs to start again with a smaller micro-batch."""
+
+    values: dict  # the flags that change, by name
+    useful: Callable[[], bool]  # whether the micro-batch may be the cause of an error now
+
+    def replace_program(self, store: dist.Store, rank: int, ranks: int) -> NoReturn:
+        """Replace this program by one with other values of some flags, as all ranks do."""
+        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
+            _wait_for_ranks(store, rank, ranks)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for name in os.listdir("/dev/fd"):  # sockets of libraries, which keep ports in use
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(name), int(name) < 3)
+        if process.CORES is not None:  # OpenMP may have bound this thread to one core
+            os.sched_setaffinity(0, process.CORES)
+        environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
+        os.execve(sys.executable, process.COMMAND, environment)
+
+
+def _wait_for_ranks(store: dist.Store, rank: int, ranks: int) -> None:
+    """Wait until all ranks are ready; if rank 0 hosts the store, it leaves first."""
+    deadline = time.monotonic() + READY_SECONDS
+    ready = store.add("restart/ready", 1)
+    leaves_first = rank == 0 or agent_hosts_store()
+    while not leaves_first or (ready < ranks and time.monotonic() < deadline):
+        time.sleep(0.1)
+        ready = store.add("restart/ready", 0)
+
+
+def restart_values(args: Arguments, folder: Path) -> dict:
+    """Return the flags of a restart with half the micro-batch and the same global batch.
+
+    The micro-batch has more than one sequence.
+    """
+    total = args.batch_size * args.gradient_accumulation_steps
+    # Half, or the next smaller size of which the global batch is a multiple.
+    size = next(size for size in range(args.batch_size // 2, 0, -1) if total % size == 0)
+    steps = total // size
+    return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
+
+
+def continue_restarted(args: Arguments) -> Arguments:
+    """Return the arguments with the `restart_values` that started this program."""
+    values, config = json.loads(os.environ[process.RESTARTED]), args.ds_config_dict
+    if config is not None:
+        micro, steps = values["batch_size"], values["gradient_accumulation_steps"]
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        config = {**config, **sizes}
+    return args.replace(**values, ds_config_dict=config)

@@ -1,0 +1,112 @@
+"""The training and validation sequences of one tokenized corpus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from support.cli.arguments import Arguments, held_out_share, isolates_documents
+from support.cluster.context import DistContext
+from support.data import tokenize
+from support.data.sequences import Padding, Sequences
+from support.errors import UserError
+
+TEXT_IS_PACKED = (
+    "--packing is for conversations and pairs, and this corpus is text, whose sequences have no "
+    "padding: use --isolate_documents."
+)
+
+
+def open_corpus(
+    args: Arguments, ctx: DistContext, tokenizer: Any, name: str
+) -> tuple[Sequences, Sequences, dict]:
+    """Do what `opening.open_tokenized` does for the dataset `name`."""
+    prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
+    train, validation, facts = split_sequences(prepared, args, Padding.of(args, ctx.device.type))
+    tokenize.print_splits(facts, tokenizer)
+    nothing = {"sha256": None, "tokens": 0, "blocks": 0, "kind": facts["validation"].get("kind")}
+    found = {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
+    return train, validation, {"name": name, **facts.get("train", nothing), **found}
+
+
+def split_sequences(
+    prepared: dict, args: Arguments, padding: Padding
+) -> tuple[Sequences, Sequences, dict]:
+    """Return the training and validation sequences of a tokenized corpus, and facts by split.
+
+    If the corpus has no validation split, or with --validation_split, a share of the training
+    sequences is held out: the end of a token stream, or randomly drawn examples. A corpus of one
+    sequence holds out none.
+
+    Raises:
+        UserError: the corpus or --validation_file is shorter than one sequence.
+    """
+    train = validation = Sequences.none(padding)
+    facts: dict[str, dict] = {}
+    if "train" in prepared["splits"]:
+        train, facts["train"] = open_split(prepared, "train", args, padding)
+    if "validation" in prepared["splits"] and args.validation_split is None:
+        validation, facts["validation"] = open_split(prepared, "validation", args, padding)
+    if not validation.num_sequences and args.validation_file:
+        raise UserError(
+            f"--validation_file {args.validation_file} has less than one sequence of "
+            f"{args.seq_length} tokens: use another --seq_length, or another file."
+        )
+    if not validation.num_sequences and "train" in facts:
+        share, size = held_out_share(args), train.num_sequences
+        count = min(max(1, int(size * share) if share else size // 10), max(0, size - 1))
+        train, validation = train.hold_out(count, at_random=facts["train"]["kind"] != "text")
+        facts["validation"] = {"blocks": count}
+    # After the split, so that the same examples are held out with and without --packing.
+    if args.packing:
+        train, validation = train.pack(), validation.pack()
+        facts["validation"]["blocks"] = validation.num_sequences
+    if "train" in facts:
+        train = train.take(args.num_samples or train.num_sequences)
+        facts["train"]["blocks"] = train.num_sequences
+        if facts["train"]["kind"] != "text":
+            facts["train"]["padding_share"] = padding_share(train, args)
+    return train, validation, facts
+
+
+def padding_share(train: Sequences, args: Arguments) -> float:
+    """Return the share of padding in the micro-batches of the first epoch."""
+    lengths = train.lengths[train.epoch_order(args.seed, epoch=1)]
+    starts = np.arange(0, len(lengths), args.batch_size)
+    longest, sizes = np.maximum.reduceat(lengths, starts), np.diff(starts, append=len(lengths))
+    return round(1 - int(lengths.sum()) / int((sizes * train.padding.length(longest)).sum()), 4)
+
+
+def open_split(
+    prepared: dict, name: str, args: Arguments, padding: Padding
+) -> tuple[Sequences, dict]:
+    """Return all sequences of a split, and the facts about it for results.json.
+
+    Raises:
+        UserError: the training split is empty or shorter than one sequence.
+    """
+    split, length = prepared["splits"][name], args.seq_length
+    path, end_of_text = f"{prepared['folder']}/{name}", None
+    facts = {key: split[key] for key in ("kind", "formats", "rows", "tokens", "sha256")}
+    facts |= {"truncated": 0, "skipped": split["empty"]}
+    if split["kind"] in ("chat", "pair"):
+        index = np.fromfile(f"{path}.index.bin", np.int64).reshape(-1, 3)
+        ends = np.minimum(index[:, 1], index[:, 0] + length)
+        usable = index[:, 2] < ends  # a target remains after truncation
+        facts["truncated"] = int((usable & (index[:, 1] > ends)).sum())
+        facts["skipped"] = int((~usable).sum())
+        ranges = np.stack([index[:, 0], ends], axis=1)[usable]
+    else:
+        if args.packing and split["tokens"]:
+            raise UserError(TEXT_IS_PACKED)
+        end_of_text = prepared["end_of_text"] if isolates_documents(args) else None
+        starts = np.arange(split["tokens"] // length, dtype=np.int64) * length
+        ranges = np.stack([starts, starts + length], axis=1)
+    if name == "train" and not len(ranges):
+        raise UserError(
+            f"The corpus has {split['tokens']:,} tokens, less than one sequence with a target "
+            f"within --seq_length {length}: use another --seq_length or more text."
+        )
+    sequences = Sequences.of((f"{path}.bin", split["dtype"], end_of_text), ranges, padding)
+    return sequences, {**facts, "blocks": sequences.num_sequences}

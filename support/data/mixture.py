@@ -1,0 +1,81 @@
+"""Several datasets in one epoch, in the shares of their weights."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from support import console
+from support.cli.arguments import Arguments
+from support.cluster.context import DistContext
+from support.data.corpus import open_corpus
+from support.data.sequences import Sequences, TokenFile, shares_of
+from support.errors import UserError
+from support.files.atomic import digest_of_json
+
+
+def open_mixture(
+    args: Arguments, ctx: DistContext, tokenizer: Any
+) -> tuple[Sequences, Sequences, dict]:
+    """Do what `opening.open_tokenized` does for several datasets."""
+    # All training sequences of each, also with --eval_only.
+    whole = args.replace(num_samples=None, eval_only=False)
+    datasets, validations, entries = [], [], []
+    for name, _ in args.mixture:
+        console.print0(f"📂 {name}")
+        train, validation, entry = open_corpus(whole, ctx, tokenizer, name)
+        datasets.append(train)
+        validations.append(validation)
+        entries.append(entry)
+    weights = [Fraction(weight) for _, weight in args.mixture if weight]
+    mixture = mix(datasets, weights)
+    mixture = mixture.take(args.num_samples or mixture.num_sequences)
+    for named, (_, count), entry in zip(args.mixture, mixture.shares, entries, strict=True):
+        if not count:
+            raise UserError(
+                f"--dataset {named} has less than one sequence in an epoch of "
+                f"{mixture.num_sequences}: change the weights, or use more data."
+            )
+        entry |= {"weight": named.weight, "blocks_per_epoch": count}
+        share = count / mixture.num_sequences
+        console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
+    evaluated = validations[0] if args.validation_file else mix(validations)
+    held_out = [entry["validation"].get("sha256") for entry in entries]
+    kinds = {entry["kind"] for entry in entries}
+    facts = {
+        "name": args.dataset,
+        "kind": kinds.pop() if len(kinds) == 1 else "mixed",
+        "formats": list(dict.fromkeys(name for entry in entries for name in entry["formats"])),
+        **{key: sum(e[key] for e in entries) for key in ("rows", "tokens", "truncated", "skipped")},
+        "sha256": digest_of_json([[entry["sha256"], entry["weight"]] for entry in entries]),
+        "blocks": mixture.num_sequences,
+        "validation": {
+            "blocks": evaluated.num_sequences,
+            "sha256": digest_of_json(held_out) if any(held_out) else None,
+        },
+        "bad_rows": [row for entry in entries for row in entry.pop("bad_rows")],
+        "datasets": entries,
+    }
+    return mixture, evaluated, facts
+
+
+def mix(datasets: list[Sequences], weights: list[Fraction] | None = None) -> Sequences:
+    """Return the sequences of several datasets in the shares of the weights (None: all of them)."""
+    sizes = [dataset.num_sequences for dataset in datasets]
+    counts = shares_of(weights, sizes) if weights else sizes
+    files, ranges, ends = list[TokenFile](), [np.empty((0, 3), np.int64)], list[np.ndarray]()
+    for dataset in datasets:
+        ends.append(dataset.ends + sum(map(len, ranges)))
+        ranges.append(dataset.ranges + np.array([len(files), 0, 0]))
+        files += dataset.files
+    packed, shares = any(dataset.packed for dataset in datasets), zip(sizes, counts, strict=True)
+    return Sequences(
+        tuple(files),
+        np.concatenate(ranges),
+        np.concatenate(ends),
+        datasets[0].padding,
+        packed,
+        tuple(shares),
+    )

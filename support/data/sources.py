@@ -1,0 +1,52 @@
+"""Where the rows of a corpus come from: Python's reference, files, or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+
+from support.cli.arguments import Arguments
+from support.cli.checks import is_local_dataset
+from support.data.rows import PlacedRows, Position, Row, RowOptions, Source
+
+
+def evaluates_only(args: Arguments) -> bool:
+    """Return whether the training data is not needed; a resumed run compares it."""
+    return bool(args.eval_only and args.resume is None)
+
+
+def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
+    """Open a corpus ("pydocs", a file, a folder, or a dataset on the hub) and --validation_file.
+
+    With --eval_only, only the validation data if it does not depend on the training data.
+    """
+    corpus = Source("", {})
+    if not (args.validation_file and evaluates_only(args)):
+        if name == "pydocs":
+            corpus = _open_pydocs()
+        elif is_local_dataset(name):
+            from support.data.row_files import open_files
+
+            corpus = open_files(name, args, options)
+        else:
+            from support.data.row_hub import open_hub  # imports `datasets`
+
+            corpus = open_hub(name, args, options, needs_train=not evaluates_only(args))
+    if args.validation_file is None:
+        return corpus
+    from support.data.row_files import open_files
+
+    held_out = open_files(args.validation_file, args, options)
+    digest = hashlib.sha256(f"{corpus.fingerprint}\0{held_out.fingerprint}".encode())
+    return Source(digest.hexdigest(), {**corpus.splits, "validation": held_out.splits["train"]})
+
+
+def _open_pydocs() -> Source:
+    """Open the Python language reference that CPython includes; its text differs by release."""
+    from pydoc_data.topics import topics
+
+    def rows(position: Position | None) -> PlacedRows:
+        for number, name in enumerate(sorted(topics)):
+            yield {"file": 0, "row": number}, Row(f"pydocs, {name}", pieces=[topics[name]])
+
+    text = "\0".join(topics[name] for name in sorted(topics))
+    return Source(hashlib.sha256(text.encode()).hexdigest(), {"train": rows})

@@ -1,0 +1,40 @@
+"""Download of a model from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from support.cli.arguments import Arguments
+from support.cli.hub import LOGIN_COMMAND
+from support.errors import UserError, first_line
+
+
+def download(args: Arguments) -> str:
+    """Return the local snapshot of a model on the hub; download it if it is not in the cache.
+
+    Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
+    the top folder. Pickled weights are downloaded only if there are no safetensors.
+    """
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    name, revision, offline = args.model, args.model_revision, args.hub_offline
+    patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
+    try:
+        if not (args.from_scratch or args.show_sample or offline):
+            files = HfApi().list_repo_files(name, revision=revision)
+            safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
+            patterns.append("*.safetensors" if safe else "pytorch_model*.bin")
+        return snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=["*/*", "consolidated*"],
+            local_files_only=offline,
+        )
+    except Exception as error:  # the clients raise many classes, which differ between versions
+        problem = f" cannot be downloaded: {first_line(error)}"
+        if isinstance(error, errors.GatedRepoError):
+            problem = f" is gated: accept its license and log in with `{LOGIN_COMMAND}`."
+        elif isinstance(error, errors.RevisionNotFoundError):
+            problem = f" has no branch, tag or commit {revision} (--model_revision)."
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            problem = ": there is no such model on the hub (or it is private), and no such folder."
+        raise UserError(f"--model {name}{problem}") from error
