@@ -12,23 +12,24 @@ The flag --strategy chooses how the parameters (P), the gradients (G) and the op
 are distributed over the N ranks. What each rank stores, and what the ranks send in a step:
 
     dp        P    G    O     PyTorch DistributedDataParallel: all-reduce of G in the last backward
-    zero1     P    G    O/N   DeepSpeed ZeRO stage 1: reduction of G in the last backward; each rank
-                              updates P/N; then an all-gather of P
-    zero2     P    G/N  O/N   stage 2: as zero1, but with a reduction of G in each backward
+    zero1     P    G    O/N   DeepSpeed ZeRO stage 1: all-reduce of G after the last backward; each
+                              rank updates P/N; then an all-gather of P
+    zero2     P    G/N  O/N   stage 2: as zero1, but reduces G in each backward and keeps a part
     zero3     P/N  G/N  O/N   stage 3: all-gather of a layer's P before its forward and its
                               backward; reduce-scatter of its G; each rank updates its shards
-    offload   P    G/N  O/N   zero2 with G and O in host memory; the CPU updates P
-    infinity  P/N  G/N  O/N   zero3 with P and O on NVMe and G in host memory
+    offload   P    G/N  O/N   zero2 with G and O in host memory, where CPUs update an fp32 copy of P
+    infinity  P/N  G/N  O/N   zero3 with P and O on NVMe; G accumulates in host memory
     fsdp      P/N  G/N  O/N   PyTorch FSDP2 (fully_shard): as zero3, but with the reduce-scatter in
-                              the last backward only; until then a rank stores whole gradients
+                              the last backward only; until then a rank stores the whole G
 
-The last backward is that of the last micro-batch of a step. dp and fsdp store P in fp32. DeepSpeed
-stores P in the precision of the computation, and O includes an fp32 copy of P.
+The last backward is that of the last micro-batch of a step. dp and fsdp store P and G in fp32.
+DeepSpeed stores them in the precision of the computation; in 16 bits O includes an fp32 copy of P.
 
 All strategies train the same model: for the same global batch and without dropout the losses agree
 up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
-train_epoch_deepspeed(): the lines that differ are what DeepSpeed changes. <output_dir> gets
-results.json, metrics.jsonl, the checkpoints (--save_every) and the trained model (hf/).
+train_epoch_deepspeed(): the lines that differ are what DeepSpeed changes. The flags and their
+defaults are in support/cli/arguments.py. <output_dir> gets results.json, metrics.jsonl, the
+checkpoints (--save_every) and the trained model (hf/).
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ import sys
 from support import startup
 
 if __name__ == "__main__":
-    # Before torch is imported: it reads environment variables that this sets. A wrong flag is
-    # reported at once.
+    # Sets environment variables that torch reads when it is imported; a wrong flag ends the run.
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
 import itertools
@@ -71,7 +71,8 @@ from support.train_state import TrainingObjects, TrainState
 
 def main() -> None:
     """Run train() on this rank, one of the processes that the launcher has started."""
-    # Selects the GPU and initializes the process group first. If one rank fails, all ranks end.
+    # Calls torch.cuda.set_device(LOCAL_RANK) and dist.init_process_group() (NCCL; gloo on CPUs)
+    # first. If one rank fails, all ranks end.
     startup.run_on_all_ranks(train, ARGS, LAUNCH)
 
 
@@ -79,13 +80,13 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     """Load, wrap, resume, train, evaluate, export and report.
 
     Args:
-        ctx: this process: its rank, world size, device, precision and stop signal.
+        ctx: rank, world size, device, precision and stop signal of this process.
     Returns:
         The wrapped model; a DeepSpeed engine must be destroyed before the process ends.
     Raises:
         UserError: an argument, the data, the model or the checkpoint to resume cannot be used.
         TrainingError: the run failed.
-        Preempted: a rank received a stop signal, and the checkpoint is complete.
+        Preempted: a rank received a stop signal; a complete checkpoint was saved.
     """
     run = Run.open(args, ctx)  # creates <output_dir>, writes results.json
     checkpoint = CheckpointManager.find(args, ctx, run.folder)  # None without --resume
@@ -122,7 +123,7 @@ def train_and_evaluate(
     args: Arguments,
     ctx: DistContext,
 ) -> float | None:
-    """Train all epochs, or until early stopping, and evaluate whenever an evaluation is due.
+    """Evaluate if it is due, end if all steps are done, train until the next evaluation; repeat.
 
     Args:
         datasets: the training sequences and the validation sequences.
@@ -180,10 +181,10 @@ def train_epoch_ddp(
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
             set_gradient_sync(model, is_last)  # the ranks reduce the gradients once per step
             with autocast(model, ctx):
-                # The losses of this rank's tokens / the valid tokens of all ranks and micro-batches
+                # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
                 loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
             run.meter.mark("forward")
-            # DDP, FSDP and DeepSpeed average gradients over the ranks; world_size makes it a sum.
+            # The ranks' gradients are averaged; times world_size they are summed.
             scaler.scale(loss * ctx.world_size).backward()
             run.meter.mark("backward")
             step_loss += loss.detach()
@@ -191,13 +192,13 @@ def train_epoch_ddp(
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
         run.meter.after_backward()
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
-        grad_norm = gradients.gradient_norm(model)  # over all shards, before clipping
+        grad_norm = gradients.gradient_norm(model)  # sum of squares over all shards, square root
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
         # After a non-finite loss (or norm, except in fp16) the optimizer skips this and all later
         # updates, and the run fails when the loss is next logged.
-        gradients.check_finite(objects, step_loss, grad_norm, ctx)
-        scaler.step(optimizer)
+        gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx)
+        scaler.step(optimizer)  # AdamW; in fp16 all ranks skip it if a gradient overflowed
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         run.meter.mark("update")
@@ -230,7 +231,7 @@ def train_epoch_deepspeed(
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
             data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
-            # zero1 reduces the gradients in the last micro-batch only; the others in each one.
+            # zero1 reduces the gradients in the last micro-batch only, the others in every one.
             # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
@@ -243,8 +244,9 @@ def train_epoch_deepspeed(
 
         dist.all_reduce(step_loss)
         run.meter.after_backward()
-        gradients.check_finite(objects, step_loss, None, ctx)  # engine.step() computes the norm
-        engine.step()  # clips, updates this rank's part of the weights, all-gathers, clears G
+        gradients.block_update_if_not_finite(objects, step_loss, None, ctx)
+        # Norm, clipping, update of this rank's part, all-gather of P (zero1, zero2); clears G.
+        engine.step()
         grad_norm = engine.get_global_grad_norm()
         run.meter.mark("update")
 
@@ -299,15 +301,16 @@ def split_over_ranks(
 ) -> Iterator[data.StepBatch]:
     """Yield this rank's micro-batches of each optimizer step.
 
-    The order is cut into global batches of batch_size × world_size × accumulation sequences, such
-    as 2 × 2 × 2: rank 0 computes the sequences 0 1 in its first micro-batch and 4 5 in its second,
-    rank 1 computes 2 3 and 6 7. For the same global batch, the number of ranks changes only which
-    rank computes a sequence. All ranks have as many micro-batches, as collectives require; rows
-    without a loss fill up short ones.
+    The order is cut into global batches of batch_size × world_size × accumulation sequences.
+    Example, 2 × 2 × 2 = 8: rank 0 computes 0 1 in its first micro-batch and 4 5 in its second, rank
+    1 computes 2 3 and 6 7. For the same global batch, the number of ranks changes only which rank
+    computes a sequence. Collectives require as many micro-batches on every rank; rows without a
+    loss fill up short ones.
 
     Yields:
         A StepBatch, whose micro-batches are (inputs, labels, positions), each int64
-        [batch_size, length]. The positions restart at each isolated document; else None.
+        [batch_size, length]. Labels are the inputs, or IGNORED for tokens without a loss. Positions
+        are None unless documents are isolated; then they restart in each document.
     """
     all_ranks = batch_size * ctx.world_size  # sequences of a micro-batch on all ranks
     for start in range(0, len(order), all_ranks * accumulation):
@@ -344,14 +347,14 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
 def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=None) -> torch.Tensor:
     """Run the forward pass; return the sum of the next-token cross entropies / `valid_tokens`.
 
-    The call of `model` goes through DDP, FSDP or the engine, whose hooks gather parameters. The
-    inputs, labels and positions are those of a micro-batch, see split_over_ranks.
+    The call of `model` runs the hooks of DDP, FSDP or the engine; those of FSDP and ZeRO-3 gather
+    parameters. The inputs, labels and positions are those of a micro-batch, see split_over_ranks.
     """
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)  # position i predicts token i + 1
     options = {} if positions is None else {"position_ids": positions}
-    if computes_loss(model):  # the output layer computes the same from chunks of the logits
-        # As an integer: FSDP's mixed precision would convert a float to bf16.
+    if computes_loss(model):  # the output layer computes the same loss without storing all logits
+        # Tokens as an integer, because FSDP would convert a float to bf16.
         return model(inputs, targets=targets, tokens=valid_tokens.long(), **options)
     logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
     losses = F.cross_entropy(logits, targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
@@ -384,16 +387,16 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     """Save a checkpoint if one is due; return whether the caller must leave its loop.
 
     Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
-    counters of `state` and, with --streaming, the position in the stream. The learning rate, the
-    dropout and the order of other data follow from the flags and the counters.
+    counters of `state` and, with --streaming, the position in the stream. Learning rate, dropout
+    and, without --streaming, the order of the data follow from the flags and the counters.
 
     Args:
         stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
     """
     every_steps = args.save_every and state.step % args.save_every == 0
     if every_steps or (args.save_epochs and state.at_end_of_epoch):
-        run.save()
-    if run.manager.stop_requested(stop_requests):  # on a GPU one step later, without a wait
+        run.save()  # a collective: every rank calls it
+    if run.manager.stop_requested(stop_requests):  # on a GPU the previous step's, without a wait
         run.preempt()  # saves a checkpoint and raises Preempted
     return state.evaluation_is_due or state.finished
 
@@ -440,7 +443,7 @@ def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dist.barrier()  # all ranks have read the weights
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        spec.remove_drawn_weights()  # random weights are in a temporary folder
+        spec.remove_drawn_weights()  # the temporary folder of random weights
     return model
 
 
@@ -466,7 +469,7 @@ def wrap(model: nn.Module, train_data: Any, args: Arguments, ctx: DistContext) -
 def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
     """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    # A parameter that ZeRO-3 has partitioned has an empty shape; its full shape is in ds_shape.
+    # A parameter that ZeRO-3 has partitioned has the shape [0]; its full shape is in ds_shape.
     is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in trained}
     groups = [
         {"params": [p for p in trained if is_matrix[p]], "weight_decay": args.weight_decay},
@@ -516,7 +519,7 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
 def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
-    The sharded model is built without memory; then rank 0's weights are broadcast one by one.
+    The model is created on the meta device (shapes only); rank 0 then broadcasts its weights.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -531,7 +534,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
     options: dict[str, Any] = {"mesh": ctx.mesh(args.fsdp.hybrid), "mp_policy": precision}
     if args.fsdp.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-    blocks = fsdp.blocks_to_shard(sharded, args.fsdp)
+    blocks = fsdp.blocks_to_shard(sharded, args.fsdp)  # the transformer layers
     for block in blocks:  # hooks gather a block's parameters before it computes, and free them
         if args.compile:
             block.compile()
@@ -575,18 +578,18 @@ def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
         offload               "stage": 2, "offload_optimizer": {"device": "cpu"}
         infinity              "stage": 3, "offload_optimizer", "offload_param": {"device": "nvme"}
 
-    "gradient_clipping" is --max_grad_norm. "optimizer" is AdamW; for the others DeepSpeed calls
-    create_optimizer. There is no "scheduler": the loop sets the learning rate.
+    "gradient_clipping" is --max_grad_norm. "optimizer" is AdamW; with any other --optim DeepSpeed
+    calls create_optimizer. There is no "scheduler": the loop sets the learning rate.
     """
     import deepspeed
 
-    use_ours = args.optim != "adamw" and not args.eval_only
+    own_optimizer = args.optim != "adamw" and not args.eval_only
     with zero.quiet(args.verbose):
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             config=args.ds_config_dict,
             model_parameters=parameter_groups(model, args),
-            optimizer=partial(create_optimizer, args=args) if use_ours else None,
+            optimizer=partial(create_optimizer, args=args) if own_optimizer else None,
         )
     if args.compile:
         engine.compile()

@@ -40,7 +40,7 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     return square.sqrt() if on_host else square.sqrt().float()
 
 
-def check_finite(
+def block_update_if_not_finite(
     objects: TrainingObjects, loss: torch.Tensor, grad_norm: torch.Tensor | None, ctx: DistContext
 ) -> None:
     """Skip the update, on the device, from the first non-finite loss or gradient norm on.

@@ -24,7 +24,7 @@ def weights_after(*steps, fused=True) -> list[torch.Tensor]:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient) * scaler.get_scale()
         scaler.unscale_(optimizer)
-        gradients.check_finite(objects, torch.tensor(loss), None, RUN)
+        gradients.block_update_if_not_finite(objects, torch.tensor(loss), None, RUN)
         scaler.step(optimizer)
         scaler.update()
         weights.append(model.weight.detach().clone())
