@@ -27,8 +27,8 @@ class TrainingObjects:
     optimizer: Any
     scaler: torch.amp.GradScaler
     stream: Any  # the training sequences of --streaming, whose position is saved; else None
-    # bool scalar on the device, set by `block_update_if_not_finite`: true after the first non-finite
-    # loss or gradient norm. Then every update is skipped, and the next log line ends the run.
+    # bool scalar on the device, true after the first non-finite loss or gradient norm: see
+    # `block_update_if_not_finite`.
     found_inf: torch.Tensor | None = None
 
 

@@ -217,18 +217,19 @@ def _loss_and_gradients(
         logits = _logits(part, weight, bias)
         if tail:
             logits.narrow(1, vocabulary, tail).fill_(-torch.inf)
-        log_p, grad_logits = _cross_entropy(
+        log_p, grad_logits, factor = _cross_entropy(
             logits, targets.narrow(0, start, count), scale, dtype, any(needed)
         )
         loss -= log_p
         if grad_hidden is not None:
-            grad_hidden.narrow(0, start, count).copy_(grad_logits @ weight)
+            grad_hidden.narrow(0, start, count).copy_((grad_logits @ weight) * factor)
+        part = (part * factor).to(dtype)
         if grad_weight is not None and dtype == torch.float32:
             grad_weight.addmm_(grad_logits.T, part)
         elif grad_weight is not None:
             grad_weight += grad_logits.T @ part
         if grad_bias is not None:
-            grad_bias += grad_logits.sum(0, dtype=torch.float32)
+            grad_bias += (grad_logits * factor).sum(0, dtype=torch.float32)
         del logits, grad_logits  # before the next chunk allocates its own
     gradients = [grad_hidden, grad_weight, grad_bias]
     if tail:
@@ -245,22 +246,28 @@ def _cross_entropy(
     scale: torch.Tensor,
     dtype: torch.dtype,
     with_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the targets' log-probabilities, and the logits' gradient in `dtype`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum of the targets' log-probabilities, and the logits' gradient in `dtype`.
+
+    The gradient is that of the second result, [tokens, vocabulary], times the third, [tokens, 1].
+    Its product with a matrix is smaller than the gradient, so the factor is applied there.
+    """
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
     valid = targets >= 0
     target = targets.where(valid, 0).unsqueeze(1)
     log_p_of_target = log_p.gather(1, target)
     summed = log_p_of_target.squeeze(1).where(valid, 0).sum()
+    factor = (valid * scale).unsqueeze(1)
     if not with_gradient:
-        return summed, logits
+        return summed, logits, factor
     # The derivative with respect to the logits is p - 1 for the target and p for all others.
     # expm1 avoids cancellation where p is close to 1.
-    derivative = log_p.exp_().scatter_(1, target, log_p_of_target.expm1())
-    factor = (valid * scale).unsqueeze(1)
-    if logits.dtype == dtype:
-        return summed, torch.mul(derivative, factor, out=logits)
-    return summed, derivative.mul_(factor).to(dtype)
+    of_target = log_p_of_target.expm1()
+    if dtype == torch.float16:  # it cannot hold small probabilities before they are scaled
+        derivative = log_p.exp_().scatter_(1, target, of_target).mul_(factor)
+        return summed, derivative.to(dtype), torch.ones_like(factor)
+    out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+    return summed, torch.exp(log_p, out=out).scatter_(1, target, of_target.to(dtype)), factor
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
