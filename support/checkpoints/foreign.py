@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoConfig, Trainer
+from transformers import AutoConfig
 
 from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError, first_line, refused_as
@@ -117,6 +117,8 @@ def _of_trainer(folder: Path) -> ForeignCheckpoint:
 def _states_of(model: torch.nn.Module, optimizer: dict) -> dict[str, dict]:
     """Return {parameter name: its entry in optimizer.pt}, which numbers first those with decay."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    from transformers import Trainer  # its import takes seconds
+
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # does not use the first argument
     order = sorted(shapes, key=lambda name: name not in decayed)
     numbers = chain(*(group["params"] for group in optimizer["param_groups"]))

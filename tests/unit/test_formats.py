@@ -1,20 +1,27 @@
-"""The formats of rows: what each becomes, and which rows are refused because they would lose
-something.
+"""The formats of rows: what each becomes, which rows are refused because they would lose something,
+which files of a folder are data, which examples have a target, and what --generate continues.
 """
 
 import json
 from copy import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from streams import ids_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
-from support.data.chat import Encoder
+from support.cli.parse import parse_arguments
+from support.data.chat import Encoder, prompt_for, prompt_of
+from support.data.corpus import open_split
 from support.data.examples import encode_example
+from support.data.opening import check_validation
 from support.data.row_files import rows_of_file
 from support.data.rows import BadRow, Row, RowOptions, columns_of_table, read_row
+from support.data.sequences import Padding, Sequences
 from support.errors import UserError
+from support.files.folders import files_of
+from support.units import IGNORED
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a list?"}]
 ALPACA = {"instruction": "Add the numbers.", "input": "1, 2", "output": "3", "text": "all of it"}
@@ -116,14 +123,11 @@ REFUSED = [
     ({"messages": turns(QUESTION, ANSWER), "tools": [{"name": "f"}]}, "'tools'"),
     ({"prompt": "a", "completion": "b", "image": "a.png"}, "'image'"),
     ({"conversations": sharegpt(HUMAN, ("function_call", "{}"), GPT)}, "'function_call'"),
-    ({"conversations": [{"value": "a"}]}, "role"),
     ({"messages": [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]}, "reaso"),
     ({"messages": [{"role": "assistant", "content": None}]}, "'content' is not a text"),
     ({"messages": [{"role": "assistant", "content": "Yes.", "tool_calls": [1]}]}, "tool_calls"),
-    ({"conversations": "human: a"}, "'conversations' is not a list"),
     ({"prompt": turns(QUESTION), "completion": "b"}, "'completion' is not a list"),
     ({**ALPACA, "history": [["a", "b"]]}, "'history'"),
-    ({**ALPACA, "input": 3}, "'input' is not a text"),
     ({"instruction": "a", "response": "b"}, "--completion_column"),
 ]
 
@@ -194,3 +198,97 @@ def test_the_cache_knows_what_changes_the_tokens(tmp_path):
     assert tokens("alpaca.jsonl", plain)[0] == f"{WITH_INPUT}3"
     assert tokens("alpaca.jsonl", chat) == tokens("chat.jsonl", chat)
     assert tokens("alpaca.jsonl", chat)[0] == "U:Add the numbers.\n1, 2;A:3;"
+
+
+def read(tokenizer, folder, length, conversations):
+    """Labels and facts of conversations, given as lists of (role, content)."""
+    rows = [
+        {"messages": [{"role": role, "content": content} for role, content in turns]}
+        for turns in conversations
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = tokenized(folder / "chat.jsonl", tokenizer, folder)
+    args = parse_arguments(["--seq_length", str(length)])
+    sequences, facts = open_split(prepared, "train", args, Padding(length, 8))
+    return *sequences.read(np.arange(1))[:2], facts
+
+
+def test_an_example_without_a_target_in_the_sequence_is_skipped(tmp_path):
+    """The first token of a sequence is not predicted, so it does not count as a target."""
+    tokenizer = copy(tokenizer_of("gpt2"))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    late = [("assistant", "a"), ("user", " and" * 50), ("assistant", "late")]
+    early = [("assistant", "a long answer"), ("user", " and" * 50)]
+    _, labels, facts = read(tokenizer, tmp_path, 16, [late, early])
+    assert (facts["blocks"], facts["skipped"], facts["truncated"]) == (1, 1, 1)
+    assert (labels[:, 1:] != IGNORED).any()
+
+
+def test_the_plain_template_without_an_end_of_text_token(tmp_path):
+    tokenizer = copy(tokenizer_of("gpt2"))
+    tokenizer.eos_token, tokenizer.chat_template = None, None
+    inputs, labels, _ = read(tokenizer, tmp_path, 64, [[("user", "fox?"), ("assistant", "dog")]])
+    learned = inputs[0][labels[0] != IGNORED]
+    assert "".join(tokenizer.convert_ids_to_tokens(learned)) == "dog"
+
+
+def test_nothing_to_evaluate_on():
+    with pytest.raises(UserError, match=r"nothing to evaluate on.*--eval_only"):
+        check_validation(Sequences.none(Padding(8, 8)), parse_arguments(["--eval_only"]))
+
+
+# patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT
+INCLUDED = [
+    ("*.txt", ["a.txt", "sub/a.txt"]),
+    ("sub/*", ["sub/a.txt", "sub/deep/c.TXT"]),
+    (" *.md , *.json ", ["b.md", "config.json"]),
+]
+
+
+def test_include_chooses_files(tmp_path):
+    for name in ("a.txt", "b.md", "config.json", "sub/a.txt", "sub/deep/c.TXT"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for patterns, chosen in INCLUDED:
+        found = files_of(tmp_path, "x", patterns)
+        assert [str(file.relative_to(tmp_path)) for file in found] == chosen
+    with pytest.raises(UserError, match=r"--include \*.csv.* 3 .txt"):
+        files_of(tmp_path, "x", "*.csv")
+
+
+PROMPT = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    return copy(tokenizer_of("gpt2"))
+
+
+def test_prompt_is_a_users_message_for_a_chat_model(tokenizer):
+    plain = prompt_of("the dog", tokenizer, True)  # no template
+    tokenizer.chat_template = PROMPT
+    chat, text = (prompt_of("the dog", tokenizer, as_chat) for as_chat in (True, False))
+    assert text_of(tokenizer, plain.ids) == "the dog" and text == plain and not plain.is_chat
+    assert text_of(tokenizer, chat.ids) == "[user] the dog[assistant]" and chat.is_chat
+
+
+def test_template_that_refuses_the_prompt(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(UserError, match="--chat_template"):
+        prompt_of("the dog", tokenizer, True)
+
+
+def test_what_is_prompted_with_the_template(tokenizer):
+    """Conversations were trained, or a model is only evaluated; base models have templates, too."""
+    tokenizer.chat_template = PROMPT
+    is_chat = {}
+    for eval_only in (False, True):
+        args = SimpleNamespace(generate="the dog", eval_only=eval_only)
+        for kind in ("chat", "text", "pair", None):  # None: a stream before its first row
+            is_chat[eval_only, kind] = prompt_for(args, tokenizer, {"kind": kind}).is_chat
+    assert {case for case, found in is_chat.items() if found} == {
+        *((False, "chat"), (True, "chat"), (True, "text"), (True, None))
+    }

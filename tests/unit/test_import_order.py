@@ -8,7 +8,7 @@ import functools
 import graphlib
 from pathlib import Path
 
-from syntax import imported_at_once, nodes_of
+from syntax import nodes_of
 
 from support import PROJECT
 
@@ -64,22 +64,3 @@ def test_nothing_in_support_imports_the_script_or_scripts():
         for node in nodes_of(file):
             if isinstance(node, ast.ImportFrom):
                 assert node.module not in above, file
-
-
-# Libraries that only some runs need, and those that take long to import.
-ON_DEMAND = (
-    *("accelerate", "datasets", "deepspeed", "peft", "wandb", "yaml"),
-    *("http", "urllib.request", "email"),
-    *("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint"),
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard"),
-)
-
-
-def test_libraries_for_some_runs_are_imported_where_they_are_used():
-    files = [PROJECT / "real_model_example.py", *(PROJECT / "support").rglob("*.py")]
-    at_once = {(file.name, name) for file in files for name in imported_at_once(file)}
-    assert {
-        (file, name)
-        for file, name in at_once
-        if f"{name}.".startswith(tuple(f"{library}." for library in ON_DEMAND))
-    } == set()

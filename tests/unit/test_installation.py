@@ -1,14 +1,25 @@
-"""pip, the container definitions, the notebook, and the texts of a release name the same things."""
+"""pip, the container definitions and the texts of a release name the same things; machines and
+Pythons on which the project is installed, and what is refused.
+"""
 
+import ast
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import PurePosixPath
 
+import pytest
 import yaml
 from conftest import PROJECT
+from packaging.requirements import Requirement
+from packaging.version import Version
+from syntax import nodes_of
 
 from support import VERSION, entry_points
+from support.cli.parse import parse_arguments
+from support.errors import MissingRequirement
+from support.strategies import requirements as requirements_of_strategy
+from support.tables import STRATEGIES
 
 try:
     import tomllib
@@ -52,25 +63,18 @@ def test_the_requirements_are_declared_once():
     assert sorted(every) == sorted(file for extra in extras.values() for file in extra["file"])
     files = {str(path.relative_to(PROJECT)) for path in (PROJECT / "requirements").iterdir()}
     assert files == {*dynamic["dependencies"]["file"], *every}
-    lines = [line for file in files for line in (PROJECT / file).read_text().splitlines()]
-    names = [re.split(r"\W", line)[0] for line in lines if line[:1].isalpha()]
-    assert len(names) == len(set(names)) > 10
     assert not [key for key in ("dependencies", "optional-dependencies") if key in TOML["project"]]
 
 
-def test_there_is_one_version():
-    command = [sys.executable, PROJECT / "real_model_example.py", "--version"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed == f"distributed-training {VERSION}\n"
+def test_there_is_one_version(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--version"])
+    assert capsys.readouterr().out == f"distributed-training {VERSION}\n"
     assert TOML["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "support.VERSION"}
-    assert "version" in TOML["project"]["dynamic"]
-
-
-def test_changelog_and_citation_name_the_version():
     changes = (PROJECT / "CHANGELOG.md").read_text()
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
-    assert released[0] == (VERSION, str(citation["date-released"]))
+    assert released[0] == (citation["version"], str(citation["date-released"]))
     assert citation["version"] == VERSION
 
 
@@ -97,3 +101,84 @@ def test_the_image_does_not_run_as_root():
     volumes = re.findall(r" -v \w+:(\S+)", (PROJECT / "docs/CLUSTER.md").read_text())
     written = [str(PurePosixPath("/project", folder)) for folder in folders.split()]
     assert owner == users[-1] and volumes == written
+
+
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+# Names of packages whose modules have other names.
+PACKAGES = {"httpx": "huggingface_hub", "markupsafe": "jinja2", "yaml": "PyYAML"}
+# Imported only if the user has installed them, or asks for what needs them.
+OPTIONAL = {"bitsandbytes", "peft", "tensorboard", "wandb"}
+# Launched or named by users, or needed by a library, but imported nowhere.
+NOT_IMPORTED = {"accelerate", "ninja"}
+
+
+def requirements(file: str, python: str = "3.11") -> dict[str, Requirement]:
+    """The requirements of a file on a Python, by name, with those of the files that it includes."""
+    lines = (PROJECT / file).read_text().splitlines()
+    found = [Requirement(line) for line in lines if line[:1].isalpha()]
+    for included in (line.removeprefix("-r ") for line in lines if line.startswith("-r ")):
+        found += requirements(included, python).values()
+    environment = {"python_version": python}
+    chosen = [r for r in found if r.marker is None or r.marker.evaluate(environment)]
+    by_name = {r.name: r for r in chosen}
+    assert len(by_name) == len(chosen), f"{file} has two lines for one package on Python {python}"
+    return by_name
+
+
+def imported_packages() -> set[str]:
+    """The third-party packages that the programs import, also inside functions."""
+    files = [PROJECT / "real_model_example.py"]
+    files += [*(PROJECT / "support").rglob("*.py"), *(PROJECT / "scripts").glob("*.py")]
+    names = set()
+    for node in (node for file in files for node in nodes_of(file)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module.partition(".")[0])
+    own = {"support", *(path.stem for path in (PROJECT / "scripts").glob("*.py"))}
+    return names - set(sys.stdlib_module_names) - own
+
+
+def test_every_imported_package_is_declared():
+    needed = {PACKAGES.get(name, name) for name in imported_packages()}
+    declared, for_tests = requirements("requirements.txt"), requirements("requirements-dev.txt")
+    assert needed - set(declared) == needed & OPTIONAL
+    assert set(for_tests) >= OPTIONAL
+    assert set(declared) - needed == NOT_IMPORTED
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_tested_versions_are_within_the_bounds_on_every_python(python):
+    tested, lower = requirements("constraints.txt", python), requirements("constraints-lower.txt")
+    for name, bound in requirements("requirements.txt", python).items():
+        if name in tested:
+            (pin,) = tested[name].specifier
+            assert bound.specifier.contains(pin.version), name
+        (oldest,) = (s.version for s in bound.specifier if s.operator == ">=")
+        (pin,) = lower[name].specifier
+        assert Version(pin.version) == Version(oldest), name
+
+
+@pytest.mark.parametrize("program", ["real_model_example.py", "scripts/plan_memory.py"])
+def test_windows_is_refused_with_one_line(monkeypatch, capsys, program):
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delitem(sys.modules, "support")  # so that the program imports it again
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(PROJECT / program), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out and err.count("\n") == 1 and "WSL" in err
+
+
+def test_old_releases_are_refused_on_a_cpu(monkeypatch):
+    """Otherwise all ranks would fail: fsdp in the first backward pass, infinity at its start."""
+    check = requirements_of_strategy.check_cpu_support
+    monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {"record_event": None}))
+    monkeypatch.setattr(requirements_of_strategy, "version", lambda name: "0.19.8")
+    for strategy in STRATEGIES.values():
+        check(strategy)
+    monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {}))
+    monkeypatch.setattr(requirements_of_strategy, "version", lambda name: "0.19.3")
+    for name, package in (("fsdp", "torch"), ("infinity", "deepspeed")):
+        with pytest.raises(MissingRequirement, match=f"--upgrade '?{package}"):
+            check(STRATEGIES[name])
+    check(STRATEGIES["offload"])

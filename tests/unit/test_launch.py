@@ -1,13 +1,20 @@
-"""What tells a process its rank: the environments that launchers leave."""
+"""What tells a process its rank, the environments that launchers leave; and with which micro-batch
+--auto_micro_batch starts the ranks again.
+"""
 
+import json
 import os
 import re
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from support import process
+from support.cli.parse import parse_arguments
 from support.cluster.launch import detect_launch
+from support.cluster.restart import continue_restarted, restart_values
 from support.errors import UserError
 
 # Task 1 of two, the first of its node.
@@ -45,14 +52,6 @@ LAUNCHES = {
         TASK | {"RANK": "0", "WORLD_SIZE": "1"},
         "starts a separate run of 1 ranks",
     ),
-    "a shell in each task numbers the ranks": (
-        TASK | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
-        ("python", 1, 2, 1, 2, 0, "n1", 29500),
-    ),
-    "one srun for each rank": (
-        TASK | ONE_TASK | ranks(1, 2, 0, 1),
-        ("python", 1, 2, 0, 1, 1, "n1", 29500),
-    ),
     "deepspeed in one task": (
         TASK | ONE_TASK | ranks(0, 1, 0, 1, **OWN_DEEPSPEED),
         ("deepspeed", 0, 1, 0, 1, 0, "n1", 29500),
@@ -74,7 +73,6 @@ LAUNCHES = {
         (*BY_SLURM[:6], "n1-ib", 20707),
     ),
     "uneven nodes": (TASK | UNEVEN, ("srun", 3, 4, 0, 1, 1, "n1", 20707)),
-    "empty variables": ({"RANK": "", "WORLD_SIZE": ""}, "environment is incomplete"),
     "a rank that does not fit": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
 }
 
@@ -96,3 +94,26 @@ def test_detect_launch(monkeypatch, case):
     place = found.rank, found.world_size, found.local_rank, found.local_world_size, found.node
     values = (found.launcher, *place, found.master_addr, found.master_port)
     assert [(v, w) for v, w in zip(values, wanted, strict=True) if w not in (v, None)] == []
+
+
+def test_the_micro_batch_is_halved_and_the_global_batch_stays():
+    args = SimpleNamespace()
+    for args.batch_size, args.gradient_accumulation_steps, new in (
+        (8, 3, (4, 6)),
+        (5, 2, (2, 5)),  # the largest divisor of the global batch below 5
+    ):
+        values = restart_values(args, Path("out"))
+        assert (values["batch_size"], values["gradient_accumulation_steps"]) == new
+
+
+def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
+    args = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
+    values = restart_values(args, Path("out"))
+    monkeypatch.setenv(process.RESTARTED, json.dumps(values))
+    changed = continue_restarted(args)
+    config = changed.ds_config_dict
+    assert (changed.batch_size, changed.gradient_accumulation_steps) == (4, 2)
+    assert (changed.output_dir, changed.given) == ("out", args.given)
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["train_batch_size"] == args.ds_config_dict["train_batch_size"]

@@ -1,6 +1,7 @@
 """Estimates of memory and the advice that follows from them."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ from conftest import STRATEGIES
 
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
-from support.memory.fit import Limits, recommend, remedies
+from support.memory.fit import Limits, fitting_split, recommend, remedies
 from support.memory.measure import over_ranks
 from support.memory.workload import USUAL_TARGETS, Workload, adapters
+from support.units import GB
 
 
 def test_adapters_go_where_peft_puts_them():
@@ -38,7 +40,7 @@ def test_cuda_locks_host_memory_in_powers_of_two():
 
 def test_every_way_that_is_advised_fits():
     advised, model = 0, find_architecture("gpt2-xl")
-    for gpu, ranks, batch, strategy in itertools.product((3, 8, 24), (1, 4), (2, 6), STRATEGIES):
+    for gpu, ranks, batch, strategy in itertools.product((3, 24), (1, 4), (2, 6), STRATEGIES):
         work = Workload(model, ranks, batch, 512)
         limits = Limits(gpu << 30, 16 << 30, None, ranks)
         needs = remedies(work, strategy, limits).values()
@@ -98,3 +100,26 @@ def test_memory_by_category_is_that_of_the_largest_rank():
     assert memory["categories_bytes"] == {"gradients": 57, "activations": 9}
     memory = over_ranks([rank(34, None), rank(57, None)])  # on a CPU without --profile_memory
     assert memory["categories_bytes"] == {"gradients": 57, "activations": None}
+
+
+def test_advice_for_any_batch_is_there_at_once():
+    """After an out-of-memory error, where a signal can no longer end the process."""
+    started = time.monotonic()
+    work = Workload(find_architecture("gpt2"), world_size=1, batch_size=10**12, seq_length=512)
+    ways = remedies(work, "dp", Limits(16 * GB))
+    assert time.monotonic() - started < 2
+    assert any(flags.startswith("--batch_size ") for flags in ways)
+
+
+@pytest.mark.parametrize("batch_size", [1, 12, 97])
+def test_the_split_that_fits_is_the_largest(batch_size):
+    work = Workload(find_architecture("gpt2"), world_size=2, batch_size=batch_size, seq_length=256)
+    for memory in (3, 6, 9, 20, 60):
+        limits = Limits(memory * GB)
+        splits = [
+            replace(work, batch_size=size, accumulation=batch_size // size)
+            for size in range(batch_size, 0, -1)
+            if batch_size % size == 0
+        ]
+        wanted = next((split for split in splits if limits.hold(predict(split, "zero2"))), None)
+        assert fitting_split(work, "zero2", limits.hold) == wanted

@@ -1,16 +1,28 @@
-"""Exports, locks, temporary folders and old output, without a run."""
+"""Exports, their weight files, locks, temporary folders and old output, without a run."""
 
-from __future__ import annotations
-
+import errno
+import fcntl
+import json
 import platform
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support.checkpoints.foreign import open_foreign
+from support.cli.parse import parse_arguments
 from support.errors import UserError
-from support.files.atomic import finish_folder, remove, start_folder
+from support.files import safetensors_writer as writer
+from support.files.atomic import (
+    TemporaryFolder,
+    finish_folder,
+    lock,
+    remove_leftovers,
+    start_folder,
+)
+from support.report.results import check_all_see
+from support.startup import check_model_path
 
 
 @pytest.mark.parametrize("content", ["../other", "{}/other", ".."])
@@ -53,23 +65,7 @@ def test_an_export_replaces_only_what_it_may(tmp_path, replace, names):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"model", *names})
 
 
-def test_what_cannot_be_removed_hides_no_error(tmp_path):
-    """A disk that became read-only also refuses to remove a lock file. The message comes after it."""
-    (tmp_path / "file").write_text("x")
-    unusual = tmp_path / "file" / "x.lock"  # unlink raises NotADirectoryError, also for root
-    ordinary = tmp_path / "y.lock"
-    ordinary.write_text("x")
-    for path in (unusual, ordinary):
-        remove(path)
-    assert not ordinary.exists()
-
-
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    import errno
-    import fcntl
-
-    from support.files import atomic as files
-
     left = tmp_path / f"x-{platform.node()}-1"
     left.mkdir()
     (left / ".lock").write_text("")
@@ -78,14 +74,12 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert files.lock(tmp_path / "lock") is None
-    files.TemporaryFolder(tmp_path, "x-").remove()
+    assert lock(tmp_path / "lock") is None
+    TemporaryFolder(tmp_path, "x-").remove()
     assert left.exists()  # whose owner may live
 
 
 def test_temporary_folders_are_removed_after_their_owner_has_ended(tmp_path):
-    from support.files.atomic import TemporaryFolder
-
     alive = TemporaryFolder(tmp_path, "x-")
     dead = tmp_path / f"x-{platform.node()[:40]}-1"
     other = tmp_path / "x-of another machine"  # whose locks may not be visible here
@@ -100,8 +94,6 @@ def test_temporary_folders_are_removed_after_their_owner_has_ended(tmp_path):
 
 
 def test_leftovers_of_killed_runs_are_removed_and_nothing_else(tmp_path):
-    from support.files.atomic import remove_leftovers
-
     (tmp_path / "precious").write_text("content")
     folder = tmp_path / ".partial-step-00000004"
     folder.mkdir()
@@ -115,9 +107,6 @@ def test_leftovers_of_killed_runs_are_removed_and_nothing_else(tmp_path):
 
 def test_the_folder_of_a_run_is_not_a_model(tmp_path):
     """The error names the exported model in it."""
-    from support.cli.parse import parse_arguments
-    from support.startup import check_model_path
-
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="That of a run is in hf/"):
@@ -125,9 +114,29 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
 
 
 def test_a_folder_that_not_all_nodes_share_is_refused(tmp_path):
-    from support.report.results import check_all_see
-
     (tmp_path / ".lock").touch()
     ctx = SimpleNamespace(all_gather=lambda own: [own, "node2"])
     with pytest.raises(UserError, match=r"node2 shares with rank 0"):
         check_all_see(tmp_path, ctx)
+
+
+def test_files_of_limited_size_have_an_index(tmp_path):
+    shapes = dict.fromkeys("abc", (256,))
+    files = writer.WeightFiles(tmp_path, shapes, torch.float32, {}, file_bytes="2KB")
+    for number, name in enumerate(shapes):
+        files.write(name, torch.full((256,), float(number)))
+    files.finish()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) == 3
+    for number, name in enumerate(shapes):
+        assert load_file(tmp_path / index[name])[name].eq(number).all()
+
+
+def test_weights_are_converted_and_buffers_keep_their_types(tmp_path):
+    buffers = {"counts": torch.tensor([1, -2, 3], dtype=torch.int8)}
+    files = writer.WeightFiles(tmp_path, {"weight": (2, 2)}, torch.bfloat16, buffers)
+    files.write("weight", torch.ones(2, 2))
+    files.finish()
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["weight"].equal(torch.ones(2, 2, dtype=torch.bfloat16))
+    assert tensors["counts"].equal(buffers["counts"])

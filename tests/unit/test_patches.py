@@ -1,8 +1,12 @@
-"""What support/patches.py replaces exists in the installed libraries."""
+"""What support/patches.py replaces exists in the installed libraries; which of DeepSpeed's ops are
+needed, and where they are.
+"""
 
 import inspect
 import pkgutil
 import shlex
+from pathlib import Path
+from resource import RLIM_INFINITY
 
 import pytest
 import transformers
@@ -10,7 +14,10 @@ from conftest import skip
 from packaging.version import Version
 
 from support import patches
+from support.errors import MissingRequirement
 from support.model.isolation import OLDEST_TRANSFORMERS
+from support.strategies import ops, requirements
+from support.tables import STRATEGIES
 
 # What each patch replaces, as "module:attribute".
 PATCHES = {
@@ -52,3 +59,47 @@ def test_path_is_quoted_once(monkeypatch):
     patches.quote_library_path()
     assert shlex.split(cpp_extension.TORCH_LIB_PATH) == ["/my env/lib"]
     patches.quote_library_path.cache_clear()
+
+
+def test_only_offload_and_infinity_need_ops():
+    needed = {name: ops.needed_ops(strategy) for name, strategy in STRATEGIES.items()}
+    assert needed.pop("offload") == ["cpu_adam"]
+    assert needed.pop("infinity")[:2] == ["cpu_adam", "async_io"]
+    assert not any(needed.values())
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """folder(cpu) returns the folder of the ops on a machine with this line in /proc/cpuinfo."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def compute(line: str) -> Path:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+        monkeypatch.setattr(ops, "CPU_INFO", tmp_path / "cpuinfo")
+        ops.ops_folder.cache_clear()
+        return ops.ops_folder()
+
+    yield compute
+    monkeypatch.undo()
+    ops.ops_folder.cache_clear()
+
+
+def test_each_cpu_and_version_has_a_folder_of_its_own(folder, monkeypatch, tmp_path):
+    """An op for another CPU would end the process with SIGILL."""
+    usual = folder("flags\t\t: sse avx2")
+    assert usual.parent == tmp_path
+    assert folder("flags\t\t: sse avx2 md_clear ibpb") == usual  # depend on the kernel's version
+    others = {folder("flags\t\t: sse avx2 avx512f"), folder("Features\t: asimd sve")}
+    monkeypatch.setattr(ops, "version", lambda name: "0.1")
+    assert len({usual, *others, folder("flags\t\t: sse avx2")}) == 4
+
+
+@pytest.mark.parametrize("capable, limit", [(True, 1), (False, 2**20), (False, RLIM_INFINITY)])
+def test_memory_may_be_locked(monkeypatch, capable, limit):
+    status = f"CapEff:\t{capable << 14:016x}\n"
+    monkeypatch.setattr(requirements.Path, "read_text", lambda path: status)
+    monkeypatch.setattr(requirements.resource, "getrlimit", lambda _: (limit, limit))
+    requirements.check_locked_memory(2**20)
+    if not capable and limit != RLIM_INFINITY:
+        with pytest.raises(MissingRequirement, match="ulimit -l unlimited"):
+            requirements.check_locked_memory(2**21)

@@ -1,6 +1,7 @@
 """--prove: the ways it compares, and what counts as equal."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +10,6 @@ from support.commands.prove import SEQUENCES, TOLERANCES, describe_problem, ways
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
 def test_each_way_makes_one_step_on_all_sequences(ranks):
-    from types import SimpleNamespace
-
     ways = ways_of(SimpleNamespace(strategy="zero3"), ranks)
     for way, count in zip(ways, [1, 1, ranks, 1, 1], strict=True):
         batch = way.flags["batch_size"] * way.flags.get("gradient_accumulation_steps", 1)

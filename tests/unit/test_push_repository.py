@@ -15,7 +15,7 @@ from support.model import push
 @pytest.fixture
 def empty_hub(tmp_path, monkeypatch):
     hub = Hub(tmp_path)
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    threading.Thread(target=hub.serve_forever, args=[0.02], daemon=True).start()
     api = partial(huggingface_hub.HfApi, endpoint=hub.url, token=TOKEN)
     monkeypatch.setattr(huggingface_hub, "HfApi", api)
     yield hub

@@ -1,14 +1,15 @@
-"""Comparisons: what is read of runs, and what is said about their difference."""
+"""Comparisons: what is read of runs, and what is said about their difference; the page of a run."""
 
 import json
-import sys
+import re
 
 import pytest
 
 from support.errors import UserError
 from support.report.causes import EFFECT_OF
-from support.report.compare import compare_runs, last_error, read_comparison, read_run
+from support.report.compare import compare_runs, read_comparison, read_run
 from support.report.comparison_text import as_json, as_markdown, as_text, tables_of
+from support.report.page import page_of
 
 LOSSES = [8.0, 7.5, 7.0, 6.5, 6.0, 5.5]
 STATES = {"parameters": 8 << 20, "gradients": 8 << 20, "optimizer": 16 << 20}
@@ -63,21 +64,6 @@ def ours(tmp_path):
     return write
 
 
-@pytest.fixture
-def trainers(tmp_path):
-    """trainers(name, losses by step) writes the trainer_state.json of a checkpoint."""
-
-    def write(name, losses):
-        folder = tmp_path / name / "checkpoint-6"
-        folder.mkdir(parents=True)
-        history = [{"step": end, "loss": loss, "epoch": 0.1} for end, loss in losses.items()]
-        history.append({"step": 6, "train_loss": 7.0, "train_runtime": 1.0})
-        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-        return tmp_path / name
-
-    return write
-
-
 def compared(*places, tolerance=1e-6):
     """The comparison as JSON with the keys of the last run, and its text without line breaks."""
     comparison = compare_runs([read_run(place) for place in places], tolerance)
@@ -103,12 +89,15 @@ def test_every_flag_that_can_change_a_loss_is_compared():
 
 
 def test_equal_runs(ours):
-    a = ours("a", steps(), {"seed": "a"})
-    b = ours("b", steps([loss * (1 + 1e-7) for loss in LOSSES]), {"seed": "b"})
+    """The learning rates are equal, so max_steps is no difference."""
+    close = [*(loss * (1 + 1e-7) for loss in LOSSES), 5.0, 4.5]
+    a = ours("a", steps(), {"seed": "a", "max_steps": 6})
+    b = ours("b", steps(close), {"seed": "b", "max_steps": 8})
     found, text = compared(a, b)
     assert found["exit_code"] == 0 and "✅" in text and found["compared_steps"] == 6
     assert found["largest_difference"]["relative"] == pytest.approx(1e-7, rel=0.01)
-    assert found["differences"] and not found["likely_causes"]
+    assert [entry["name"] for entry in found["differences"]] == ["seed"]
+    assert not found["likely_causes"]
 
 
 def test_a_learning_rate_that_differs_later_is_the_cause(ours):
@@ -122,17 +111,10 @@ def test_a_learning_rate_that_differs_later_is_the_cause(ours):
     assert "from step 5 (6.0000 and 6.1000" in text
 
 
-def test_equal_learning_rates_are_no_cause(ours):
-    b = ours("b", steps([*LOSSES, 5.0, 4.5]), {"max_steps": 8})
-    found, _ = compared(ours("a", steps(), {"max_steps": 6}), b)
-    assert found["same_model"] and found["differences"] == []
-
-
 def test_other_data_is_the_cause(ours):
     b = ours("b", steps([9.0, *LOSSES[1:]]), soft={"dataset": "b" * 64})
-    found, text = compared(ours("a", steps()), b)
+    found, _ = compared(ours("a", steps()), b)
     assert found["first_difference"]["last"] == 1 and found["likely_causes"] == ["data digest"]
-    assert "Likely cause: data digest" in text
 
 
 @pytest.mark.parametrize("size, explained", [(5e-5, True), (1e-2, False)])
@@ -163,13 +145,10 @@ def test_a_loss_that_is_not_finite_is_equal_only_to_itself(ours):
 
 
 def test_runs_without_a_step_in_common(ours):
-    a = ours("a", steps(LOSSES[:2]))
     never = ours("never", [], status="oom", reason="out of memory")
-    for b in (never, ours("later", steps(first=4))):
-        found, text = compared(a, b)
-        assert found["exit_code"] == 1 and not found["compared_steps"]
-        assert "no step in common" in text
-    assert "out of memory" in compared(a, never)[1]
+    found, text = compared(ours("a", steps(LOSSES[:2])), ours("later", steps(first=4)), never)
+    assert found["exit_code"] == 1 and not found["compared_steps"]
+    assert text.count("no step in common") == 2 and "out of memory" in text
 
 
 def test_damaged_or_missing_results(ours):
@@ -182,15 +161,18 @@ def test_damaged_or_missing_results(ours):
     assert compared(a, b)[0]["same_model"]
 
 
-def test_means_of_trainer_are_compared_with_the_means_of_the_same_steps(ours, trainers):
+def test_means_of_trainer_are_compared_with_the_means_of_the_same_steps(ours, tmp_path):
     means = [sum(LOSSES[start : start + 2]) / 2 for start in (0, 2, 4)]
-    folder = trainers("two", dict(zip((2, 4, 6), means, strict=True)))
-    a, file = ours("a", steps()), folder / "checkpoint-6" / "trainer_state.json"
+    history = [{"step": 2 * number, "loss": loss} for number, loss in enumerate(means, 1)]
+    file = tmp_path / "two" / "checkpoint-6" / "trainer_state.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"log_history": [*history, {"step": 6, "train_loss": 7.0}]}))
+    a = ours("a", steps())
     comparison = compare_runs([read_run(a), read_run(file)], None)
     assert comparison.same_model
     spans = [(point.first, point.last) for point in comparison.runs[1].points]
     assert spans == [(1, 2), (3, 4), (5, 6)]
-    found, text = compared(a, folder, ours("c", steps([loss + 1e-3 for loss in LOSSES])))
+    found, text = compared(a, tmp_path / "two", ours("c", steps([loss + 1e-3 for loss in LOSSES])))
     assert found["departing"] == ["C"] and "B agree" in text  # three at once
 
 
@@ -217,29 +199,25 @@ def strategies(tmp_path):
                 own = change.pop("losses", losses)
                 save(tmp_path / name / str(number), RESULTS | strategy | change, steps(own))
         comparison = read_comparison(tmp_path)
-        as_markdown(comparison)
         json.dumps(as_json(comparison), allow_nan=False)
         return comparison, as_text(comparison).replace("\n   ", " ")
 
     return make
 
 
-GPU = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G", "gpu_memory_bytes": 99}}
-
-
-CHANGES = {
-    "plain": {},
-    "one rank": {"communication_bytes_per_step": None, "communication_per_step": None},
-    "gpu": GPU,
-    "no plan": {"memory": RESULTS["memory"] | {"predicted_bytes": None}},
+# What a single rank does not measure.
+UNKNOWN = {
+    **dict.fromkeys(["communication_bytes_per_step", "communication_per_step"]),
+    "memory": RESULTS["memory"] | {"predicted_bytes": None},
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", [{}, UNKNOWN], ids=["plain", "without some numbers"])
 def test_a_comparison_of_strategies(strategies, change):
     comparison, text = strategies(dp=[dict(change)], zero2=[dict(change)])
     assert comparison.same_model and comparison.exit_code == 0 and "Fastest: dp" in text
     assert all(len(line) <= 80 for line in as_text(comparison).splitlines())
+    assert "times first" in as_markdown(comparison)  # headers have several lines in the text only
     assert len(tables_of(comparison, True)[0][1]) > len(tables_of(comparison, False)[0][1])
 
 
@@ -289,13 +267,14 @@ def test_repeats_of_the_reference_that_differ(strategies):
 
 
 def test_a_repeat_that_fails_shows_and_the_others_count(strategies, tmp_path):
-    """Also without results.json."""
+    """Also without results.json: its log has the reason."""
     (tmp_path / "zero1" / "3").mkdir(parents=True)
-    (tmp_path / "zero1" / "3" / "log.txt").write_text("❌ its own reason")
+    log = "starting\n❌ its own reason [rank 1]\n❌ a rank ended\nlast line\n"
+    (tmp_path / "zero1" / "3" / "log.txt").write_text(log)
     comparison, text = strategies(dp=[{}], zero1=[{}, {}])
     run = comparison.runs[1]
     assert comparison.exit_code == 1 and run.status == "failed" and run.numbers
-    assert "its own reason" in text
+    assert "its own reason" in text and "a rank ended" not in text
 
 
 @pytest.mark.parametrize("moved, same", [([2], True), ([5, 6], True), (range(3, 13), False)])
@@ -310,29 +289,55 @@ def test_in_bf16_a_difference_counts_that_lasts(strategies, moved, same):
 def test_numbers_of_a_gpu(strategies):
     peaks = {"dp": 8, "zero2": 5, "offload": 3}
     memory = {name: [2**30, peak * 2**30] for name, peak in peaks.items()}
-    runs = {
-        name: [GPU | {"memory": RESULTS["memory"] | {"peak_bytes": peak}, "precision": "bf16"}]
-        for name, peak in memory.items()
-    }
-    comparison, text = strategies(**runs)
+    gpu = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G"}, "precision": "bf16"}
+    comparison, text = strategies(
+        **{
+            name: [gpu | {"memory": RESULTS["memory"] | {"peak_bytes": peak}}]
+            for name, peak in memory.items()
+        }
+    )
     assert [run.numbers["memory_bytes"] >> 30 for run in comparison.runs] == [8, 5, 3]
     assert comparison.runs[1].numbers["saved"] == 1 - 5 / 8
     assert "Least GPU memory: offload" in text
 
 
-def test_without_matplotlib_the_text_is_printed(ours, monkeypatch, capsys):
-    import compare_runs as script
+# ------------------------------------------------------------------------------- scripts/report.py
 
-    places = [str(ours(name, steps())) for name in "ab"]
-    monkeypatch.delitem(sys.modules, "support.report.plots", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *places])
-    assert script.main() == 0
-    out, err = capsys.readouterr()
-    assert "✅ Same model" in out and "matplotlib" in err and len(err.splitlines()) == 1
+HOSTILE = "</title></pre><script>alert(1)</script><img src=//x.y onerror=alert(2)>'\"$\\q$"
+SECRET = " https://me:the-canary-of-my-key@host/ the-canary-of-my-key"
+SHOWN = RESULTS | {"sample": "once", "reason": "why", "train_loss_first": 8.0, "flags": {"a": "n"}}
 
 
-def test_error_of_a_log():
-    log = "starting\n❌ the disk is full [rank 1]\n❌ a rank ended\nlast line\n---"
-    assert last_error(log) == "the disk is full [rank 1]"
-    assert last_error("a\nb\n--\n") == "b" and last_error("") == ""
+def with_text(value, text):
+    """A JSON value with `text` after every text."""
+    if isinstance(value, dict):
+        return {key: with_text(item, text) for key, item in value.items()}
+    return value + text if isinstance(value, str) else value
+
+
+def test_text_of_files_is_shown_escaped_and_without_secrets(tmp_path, monkeypatch):
+    """It never becomes a script or a request of the page."""
+    monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
+    records = [*steps(), {"step": 6, "eval_loss": 7.1}]
+    folder = tmp_path / "<script>alert(3)<"
+    page = page_of(save(folder, with_text(SHOWN, HOSTILE + SECRET), records))
+    shown = ("Memory", "time of a step", "Communication", "Generated text", "all_reduce float32")
+    assert all(word in page for word in (*shown, "once", "python x", "8.0000", "5.5000"))
+    assert page.count("<svg") == 4
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 10
+    assert not re.search("<(script|img|link|iframe|object|a|base|form)[ >]", page)
+    assert "canary" not in page and "***" in page
+
+
+def test_missing_and_truncated_files(tmp_path):
+    results, metrics = (
+        save(tmp_path, SHOWN, steps()) / f for f in ("results.json", "metrics.jsonl")
+    )
+    results.write_text(results.read_text()[:20])
+    metrics.unlink()
+    assert "results.json" in page_of(tmp_path) and "metrics.jsonl" in page_of(tmp_path)
+
+
+def test_the_page_of_a_run_that_failed_says_why(tmp_path):
+    page = page_of(save(tmp_path, {"status": "oom", "reason": "no memory left"}, []))
+    assert "no memory left" in page and "metrics.jsonl has no step" in page
