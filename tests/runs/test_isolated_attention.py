@@ -2,18 +2,18 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from real_model_example import next_token_loss
 from support import patches
+from real_model_example import next_token_loss
 from support.data.sequences import Padding, micro_batch
 from support.errors import UserError
 from support.model import isolation, loss, weights
-from support.units import IGNORED
 
 # Older versions do not know some of these models, and isolate documents in fewer of them.
 pytestmark = pytest.mark.skipif(
@@ -34,12 +34,8 @@ OTHERS = {
     "mamba": {"state_size": 4},
 }
 ISOLATING = ["gpt2", "llama", "qwen3", "gpt_neox", "mixtral"]
-# Some of them keep documents apart in attention, but not with transformers' mask for SDPA.
-REFUSED = ["opt", "bloom", "mamba", "gpt_neo"]
-# Two documents in a row; token 0 ends the first.
-DOCUMENTS = [[5, 9, 2, 7, 7, 3, 0], [8, 1, 6, 4, 2, 9]]
-
-
+# Three documents in a row; token 0 ends the first two.
+DOCUMENTS = [[5, 9, 2, 7, 7, 3, 0], [0], [8, 1, 6, 4, 2, 9]]
 DROPOUT = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout"),
     *("dropout", "activation_dropout", "resid_dropout", "embed_dropout"),
@@ -59,75 +55,34 @@ def check_replaced():
     patches.replace_packed_sequence_check(isolate=False)
 
 
-def logits_of(model, tokens, positions=None):
-    options = {} if positions is None else {"position_ids": positions}
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([tokens]), use_cache=False, **options).logits[0]
-
-
 @pytest.mark.parametrize("name", ISOLATING)
-def test_logits_of_a_document_do_not_depend_on_the_document_before(name):
+def test_loss_of_a_sequence_is_the_loss_of_its_documents_alone(name):
     assert isolation.masks_documents(config_of(name))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(name)).eval()
-    first, second = DOCUMENTS
-    changed = [9, 9, 9, 4, 4, 4, 0]
-    _, _, positions = label_text(torch.tensor([first + second]), end_of_text=0)
-    together = logits_of(model, first + second, positions)
-    after_change = logits_of(model, changed + second, positions)
-    assert not torch.equal(together[: len(first)], after_change[: len(first)])
-    assert torch.equal(together[len(first) :], after_change[len(first) :])
-    alone = logits_of(model, second)
-    torch.testing.assert_close(together[len(first) :], alone, rtol=1e-5, atol=1e-5)
-    # Without positions that restart, the change does show.
-    patches.replace_packed_sequence_check(isolate=False)
-    plain = [logits_of(model, document + second)[-1] for document in (first, changed)]
-    assert not torch.allclose(*plain, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ISOLATING)
-def test_packed_loss_is_the_loss_of_the_documents_alone(name):
     torch.manual_seed(0)
     model = weights.from_config(config_of(name)).eval()
     assert loss.returns_plain_logits(model.config)
     loss.add_loss(model)
-    tokens = torch.tensor(sum(len(document) - 1 for document in DOCUMENTS))
 
-    def loss_of(rows):
-        inputs, labels, positions = label_text(torch.tensor([rows]), end_of_text=0)
+    def loss_of(*documents, positions_restart=True):
+        part = [(np.concatenate(documents), 0)]
+        inputs, labels, positions = micro_batch([part], Padding(len(part[0][0]), 1))
+        restarting = positions if positions_restart else None
         with torch.no_grad():
-            return next_token_loss(model, inputs, labels, tokens, positions).item()
+            return next_token_loss(model, inputs, labels, torch.tensor(11), restarting).item()
 
-    packed, alone = loss_of(DOCUMENTS[0] + DOCUMENTS[1]), sum(map(loss_of, DOCUMENTS))
-    assert packed == pytest.approx(alone, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_mixing_of_tokens_is_recognized(name):
-    assert not isolation.masks_documents(config_of(name))
+    alone = sum(map(loss_of, DOCUMENTS))
+    assert loss_of(*DOCUMENTS) == pytest.approx(alone, rel=1e-6)
+    assert loss_of(*DOCUMENTS, positions_restart=False) != pytest.approx(alone, rel=1e-6)
 
 
-def label_text(inputs, end_of_text):
-    parts = [[(row.numpy(), end_of_text)] for row in inputs]
-    return micro_batch(parts, Padding(inputs.shape[1], 1))
-
-
-def test_what_cannot_be_isolated_is_refused(monkeypatch):
+# Some of them keep documents apart in attention, but not with transformers' mask for SDPA.
+@pytest.mark.parametrize("name", ["opt", "bloom", "mamba", "gpt_neo"])
+def test_what_cannot_be_isolated_is_refused(name):
     args = SimpleNamespace(model="the-model", isolate_documents=True, packing=False)
     tokenizer = SimpleNamespace(eos_token_id=0)
     isolation.check_isolation(config_of("gpt2"), tokenizer, args)
-    with pytest.raises(UserError, match=r"layers of the-model \(bloom\)"):
-        isolation.check_isolation(config_of("bloom"), tokenizer, args)
+    with pytest.raises(UserError, match=rf"layers of the-model \({name}\)"):
+        isolation.check_isolation(config_of(name), tokenizer, args)
     tokenizer.eos_token_id = None
     with pytest.raises(UserError, match="no end-of-text token"):
         isolation.check_isolation(config_of("gpt2"), tokenizer, args)
-
-
-def test_positions_restart_after_an_end_of_text():
-    rows = [[5, 0, 7, 7, 0, 0], [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]
-    inputs, labels, positions = label_text(torch.tensor(rows), end_of_text=0)
-    assert inputs.tolist() == rows
-    assert positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
-    none = IGNORED
-    expected = [[none, 0, none, 7, 0, none], [none, none, 2, 3, 4, 5], [none, 2, 3, 4, 5, 0]]
-    assert labels.tolist() == expected
