@@ -33,11 +33,7 @@ def stream_of(file, tokenizer, **flags):
     small = "--seq_length 16 --batch_size 2 --max_steps 50 --shuffle_buffer 4 --max_bad_rows 9"
     args = parse_arguments(["--dataset", str(file), "--streaming", "--no_eval", *small.split()])
     args = args.replace(seed=0, **flags)
-    run = SimpleNamespace(
-        is_main=True,
-        rank=0,
-        device=SimpleNamespace(type="cpu"),
-        world_size=1,
-        all_gather=lambda value: [value],
-    )
-    return open_stream(args, run, tokenizer)[0]
+    cpu = SimpleNamespace(type="cpu")
+    ctx = SimpleNamespace(rank=0, world_size=1, is_main=True, device=cpu)
+    ctx.all_gather = lambda value: [value]
+    return open_stream(args, ctx, tokenizer)[0]

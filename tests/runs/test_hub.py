@@ -19,36 +19,29 @@ def home(tmp_path):
 
 
 def test_guides_command_online_then_offline_with_the_hub_gone(script, hub, home):
-    online = script(*GUIDE, env={"HF_ENDPOINT": hub.url, **home})
+    """Pretrained weights, also on two ranks; then with the cache of the first run."""
+    work, env = [*GUIDE, "--precision", "fp32", "--dropout", "0"], {"HF_ENDPOINT": hub.url, **home}
+    online = script(*work, env=env)
     assert "✅ Dataset ready: 20 samples" in online.out
     assert "Epoch 1 | Batch 0/5 | Loss: " in online.out
     assert online.losses[0] == pytest.approx(math.log(1000), rel=0.05)  # random weights
-    hub.close()
-    offline = script(*GUIDE, env={"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "1", **home})
-    assert offline.losses == pytest.approx(online.losses, rel=1e-6)
-    assert offline.results["eval_loss"] == pytest.approx(online.results["eval_loss"], rel=1e-6)
-    gone = script(*GUIDE, env={"HF_ENDPOINT": hub.url, **home})
-    assert "cannot be reached: using what is in the cache" in gone.out
-
-
-def test_pretrained_weights_from_the_hub_on_two_ranks(script, hub, home):
-    work, env = [*GUIDE, "--precision", "fp32", "--dropout", "0"], {"HF_ENDPOINT": hub.url, **home}
-    one = script(*work, env=env)
     sharded = ["--batch_size", "2", "--strategy", "zero3"]
     two = script(*work, *sharded, env=env, launcher="torchrun", ranks=2)
-    assert two.losses == pytest.approx(one.losses, rel=1e-4)
+    assert two.losses == pytest.approx(online.losses, rel=1e-4)
+    hub.close()
+    offline = script(*work, env={"HF_HUB_OFFLINE": "1", **env})
+    assert offline.losses == pytest.approx(online.losses, rel=1e-6)
+    assert offline.results["eval_loss"] == pytest.approx(online.results["eval_loss"], rel=1e-6)
+    gone = script(*work, env=env)
+    assert "cannot be reached: using what is in the cache" in gone.out
 
 
 def test_wikitext_is_split_into_articles(script, hub, home, tmp_path):
     """An end-of-text token stands between two articles of the validation split."""
     import numpy as np
 
-    script(
-        *GUIDE,
-        *("--cache_dir", tmp_path),
-        *"--max_steps 1 --no_eval".split(),
-        env={"HF_ENDPOINT": hub.url, **home},
-    )
+    work = [*GUIDE, "--max_steps", "1", "--no_eval", "--cache_dir", tmp_path]
+    script(*work, env={"HF_ENDPOINT": hub.url, **home})
     [stream] = tmp_path.glob("*/validation.bin")
     tokens = np.fromfile(stream, dtype="uint16")
     [folder] = (tmp_path / "hf").glob("hub/models--*/snapshots/*")

@@ -9,8 +9,8 @@ import transformers
 from packaging.version import Version
 from transformers import AutoConfig
 
-from support import patches
 from real_model_example import next_token_loss
+from support import patches
 from support.data.sequences import Padding, micro_batch
 from support.errors import UserError
 from support.model import isolation, loss, weights

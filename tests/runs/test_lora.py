@@ -120,10 +120,8 @@ def test_gpt2_in_bf16_with_dropout(script, text_file, tiny_tokenizer, tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     for file in tiny_tokenizer.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    work = (
-        f"--model {tmp_path} --dataset {text_file} --seq_length 32 --max_steps 6 --no_eval "
-        "--precision bf16 --lora_dropout 0.1"
-    ).split()
+    work = f"--model {tmp_path} --dataset {text_file} --seq_length 32 --max_steps 6".split()
+    work += "--no_eval --precision bf16 --lora_dropout 0.1".split()
     refused = script(*work, *LORA, "--lora_targets", "c_attn,lm_head", ok=False)
     assert refused.code == 2 and "lm_head" in refused.error
     work += [*LORA, *"--lora_targets c_attn,mlp.c_proj --strategy zero2".split()]

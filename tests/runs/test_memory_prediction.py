@@ -7,6 +7,9 @@ import pytest
 from conftest import STRATEGIES
 from memory_checks import WORK, assert_as_predicted, planned, simulate
 
+LLAMA = "--model {llama} --dataset pydocs"
+ADAPTERS = "--lora_r 8 --lora_targets q_proj,down_proj"
+slow, soak = pytest.mark.slow, pytest.mark.soak
 # Each strategy, each number of ranks and both precisions at least once; the soak has the product.
 COVERING = [
     ("dp", 1, "fp32", ""),
@@ -17,13 +20,26 @@ COVERING = [
     ("offload", 2, "fp32", ""),
     ("infinity", 2, "bf16", ""),
     ("fsdp", 8, "bf16", ""),
-    pytest.param("dp", 2, "bf16", "--lora_r 8", marks=pytest.mark.slow),
-    pytest.param("dp", 2, "fp32", "--compile", marks=pytest.mark.slow),
-    pytest.param("zero2", 2, "bf16", "--compile", marks=pytest.mark.slow),
-    pytest.param("fsdp", 2, "bf16", "--lora_r 8", marks=pytest.mark.slow),
+    pytest.param("dp", 2, "bf16", "--lora_r 8", marks=slow),
+    pytest.param("dp", 2, "fp32", "--compile", marks=slow),
+    pytest.param("zero2", 2, "bf16", "--compile", marks=slow),
+    pytest.param("fsdp", 2, "bf16", "--lora_r 8", marks=slow),
+    pytest.param("dp", 2, "bf16", LLAMA, marks=slow),
+    pytest.param("fsdp", 2, "bf16", LLAMA, marks=soak),
+    pytest.param("zero3", 2, "fp32", f"{LLAMA} --isolate_documents --seq_length 128", marks=slow),
+    # Stage 3 replaces linear layers by its own, which keep their inputs although frozen.
+    pytest.param("zero3", 2, "bf16", f"{LLAMA} {ADAPTERS}", marks=slow),
+]
+PRODUCT = [
+    pytest.param(*case, model, marks=soak)
+    for case in itertools.product(STRATEGIES, (1, 2, 4, 8), ("fp32", "bf16"))
+    for model in ("", "--model gpt2 --from_scratch --dataset pydocs")
 ]
 
-PRODUCT = [*itertools.product(STRATEGIES, (1, 2, 4, 8), ("fp32", "bf16"))]
+
+@pytest.mark.parametrize("strategy, ranks, precision, args", [*COVERING, *PRODUCT])
+def test_prediction_is_what_a_simulation_holds(script, llama, strategy, ranks, precision, args):
+    check_prediction(script, strategy, ranks, precision, *args.format(llama=llama).split())
 
 
 def check_prediction(script, strategy, ranks, precision, *args):
@@ -35,32 +51,10 @@ def check_prediction(script, strategy, ranks, precision, *args):
     return run
 
 
-@pytest.mark.parametrize("strategy, ranks, precision, args", COVERING)
-def test_prediction_is_what_a_simulation_holds(script, strategy, ranks, precision, args):
-    check_prediction(script, strategy, ranks, precision, *args.split())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy, precision, flags",
-    [
-        ("dp", "bf16", ""),
-        ("zero3", "fp32", "--isolate_documents --seq_length 128"),
-        # Stage 3 replaces linear layers by its own, which keep their inputs although frozen.
-        ("zero3", "bf16", "--lora_r 8 --lora_targets q_proj,down_proj"),
-        pytest.param("fsdp", "bf16", "", marks=pytest.mark.soak),
-    ],
+    "family", ["qwen3", "gpt_neox", *(pytest.param(f, marks=soak) for f in ("mistral", "qwen2"))]
 )
-def test_prediction_for_a_llama(script, llama, strategy, precision, flags):
-    model = ["--model", llama, "--dataset", "pydocs"]
-    check_prediction(script, strategy, 2, precision, *model, *flags.split())
-
-
-IN_SOAK = [pytest.param(family, marks=pytest.mark.soak) for family in ("mistral", "qwen2")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", *IN_SOAK])
 def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family):
     """From a config.json of each, with random weights; also the planner's own reading of that file."""
     config = {"model_type": family, "vocab_size": 500, "hidden_size": 96, "intermediate_size": 272}
@@ -77,13 +71,6 @@ def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family)
     assert found["parameters"] == run.results["parameters"]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("strategy, ranks, precision", PRODUCT)
-@pytest.mark.parametrize("model", ["", "--model gpt2 --from_scratch --dataset pydocs"])
-def test_prediction_of_all(script, model, strategy, ranks, precision):
-    check_prediction(script, strategy, ranks, precision, *model.split())
-
-
 def test_simulation_trains_nothing_and_says_so(script):
     run = simulate(script, *WORK, "--strategy", "zero2", ranks=4)
     assert "simulation" in run.out and "Loss" not in run.out and "Training Complete" not in run.out
@@ -96,7 +83,6 @@ def test_simulation_trains_nothing_and_says_so(script):
 @pytest.mark.parametrize(
     "args, said",
     [
-        (["--simulate_gpus", "0"], "--simulate_gpus"),
         (["--simulate_gpus", "2", "--save_every", "2"], "--save_every"),
         (["--simulate_gpus", "2", "--max_steps", "1"], "--max_steps 2"),
         (["--memory_snapshot", "file.pickle"], "no GPU"),

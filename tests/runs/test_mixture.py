@@ -8,20 +8,14 @@ from conftest import assert_close
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then"]
 
 
-@pytest.fixture(scope="module")
-def datasets(tmp_path_factory):
-    """Forty pairs, and a text."""
-    folder = tmp_path_factory.mktemp("mixture")
+def test_the_same_losses_on_two_ranks_and_after_a_resume(script, llama, tmp_path):
+    """Of a mixture of forty pairs and a text."""
     text = " ".join(WORDS[n % 11] + WORDS[n % 7] for n in range(600))
-    (folder / "text.txt").write_text(text)
-    rows = [
-        {"prompt": WORDS[n % 11], "completion": " ".join(WORDS[: n % 9 + 1])} for n in range(40)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"{folder / 'rows.jsonl'}:3", f"{folder / 'text.txt'}:1"]
-
-
-def test_the_same_losses_on_two_ranks_and_after_a_resume(script, llama, datasets):
+    (tmp_path / "text.txt").write_text(text)
+    pairs = [(WORDS[n % 11], " ".join(WORDS[: n % 9 + 1])) for n in range(40)]
+    rows = [json.dumps({"prompt": prompt, "completion": words}) for prompt, words in pairs]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    datasets = [f"{tmp_path / 'rows.jsonl'}:3", f"{tmp_path / 'text.txt'}:1"]
     work = ["--model", llama, "--dataset", *datasets, "--seq_length", "128", "--epochs", "2"]
     work += ["--precision", "fp32", "--lr", "1e-3", "--num_samples", "20", "--no_export"]
     one = script(*work, "--batch_size", "4", "--save_every", "3")

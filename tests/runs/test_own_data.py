@@ -17,10 +17,8 @@ PLAIN = TEMPLATE.replace("GENERATION", "").replace("END", "")
 CHATS = [
     [("system", "Be short."), ("user", "The quick brown fox?"), ("assistant", "It jumps over.")],
     [
-        ("user", " the dog "),
-        ("assistant", "lazy\n\ndog."),
-        ("user", "Why?"),
-        ("assistant", "over the lazy dog"),
+        *[("user", " the dog "), ("assistant", "lazy\n\ndog.")],
+        *[("user", "Why?"), ("assistant", "over the lazy dog")],
     ],
     [("user", "over?"), ("assistant", "over?"), ("user", "over?"), ("assistant", "fox, é 猫")],
 ]
@@ -31,13 +29,13 @@ TEXTS = [  # what the template makes of them; what is learned stands between < a
 ]
 PAIRS = [("the quick ", "brown fox"), ("", "lazy dog"), ("jumps over", " the lazy dog")]
 # At this rate the weights do not move. All rows in one batch, in one step.
-STILL = [*"--lr 1e-30 --precision fp32 --no_export --max_steps 1 --validation_split 0.1".split()]
+STILL = "--batch_size 3 --lr 1e-30 --precision fp32 --no_export --max_steps 1".split()
+SHORT = "--seq_length 32 --batch_size 4 --precision fp32".split()
 
 
 def as_lines(path, rows):
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
@@ -51,12 +49,10 @@ def cached(folder, split="train"):
     tokens = np.fromfile(stored, dtype="int32")
     index = np.fromfile(stored.with_name(f"{split}.index.bin"), dtype=np.int64).reshape(-1, 3)
     rows = [tokens[start:end] for start, end, _ in index]
-    assert [np.flatnonzero(row[1:] >= 0)[0] + 1 for row in rows] == (
-        index[:, 2] - index[:, 0]
-    ).tolist()
-    return [
-        (np.where(row < 0, ~row, row).tolist(), (row >= 0).astype(int).tolist()) for row in rows
-    ]
+    first_targets = [np.flatnonzero(row[1:] >= 0)[0] + 1 for row in rows]
+    assert first_targets == (index[:, 2] - index[:, 0]).tolist()
+    ids = [np.where(row < 0, ~row, row).tolist() for row in rows]
+    return [(one, (row >= 0).astype(int).tolist()) for one, row in zip(ids, rows, strict=True)]
 
 
 def expected(tokenizer, text):
@@ -106,29 +102,22 @@ def tokenizer(llama):
 def test_only_the_assistants_tokens_are_learned(script, llama, tokenizer, tmp_path, template):
     file, cache = as_lines(tmp_path / "chat.jsonl", map(chat, CHATS)), tmp_path / "cache"
     (tmp_path / "template.jinja").write_text(template)
-    run = script(
-        *("--model", llama, "--dataset", file, "--validation_file", file, "--chat_template"),
-        *(tmp_path / "template.jinja", "--cache_dir", cache),
-        *"--seq_length 128 --batch_size 3".split(),
-        *STILL[:-2],
-    )
+    work = ["--model", llama, "--dataset", file, "--validation_file", file, "--cache_dir", cache]
+    work += ["--chat_template", tmp_path / "template.jinja", "--seq_length", "128", *STILL]
+    run = script(*work)
     wanted = [expected(tokenizer, text) for text in TEXTS]
-    assert cached(cache) == cached(cache, "validation") == [(ids, mask) for ids, mask in wanted]
+    assert cached(cache) == cached(cache, "validation") == wanted
     assert 0 < sum(sum(mask) for _, mask in wanted) < sum(len(ids) for ids, _ in wanted) / 2
     assert run.losses[0] == pytest.approx(loss_of(llama, wanted), rel=1e-4)
     assert run.results["eval_loss"] == pytest.approx(run.losses[0], rel=1e-5)
-    assert run.results["tokens"] == sum(
-        len(ids) for ids, _ in wanted
-    )  # what fills up the blocks is not counted
+    # What fills up the blocks is not counted.
+    assert run.results["tokens"] == sum(len(ids) for ids, _ in wanted)
 
 
 def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
     file = as_lines(tmp_path / "chat.jsonl", [chat(turns) for turns in CHATS])
-    run = script(
-        *("--dataset", file),
-        *"--seq_length 128 --batch_size 2 --max_steps 1 --no_eval".split(),
-        *("--generate", "What jumps?"),
-    )
+    flags = "--seq_length 128 --batch_size 2 --max_steps 1 --no_eval --generate".split()
+    run = script("--dataset", file, *flags, "What jumps?")
     assert "no chat template" in run.out
     answer = run.results["sample"]  # without the prompt and its headings
     assert answer and "What jumps?" not in answer and "###" not in answer[:20]
@@ -136,18 +125,14 @@ def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
 
     exported = AutoTokenizer.from_pretrained(run.folder / "hf")
     text = exported.apply_chat_template(chat(CHATS[0])["messages"], tokenize=False)
-    assert (
-        "### User:\nThe quick brown fox?" in text and f"It jumps over.{exported.eos_token}" in text
-    )
+    assert "### User:\nThe quick brown fox?" in text
+    assert f"It jumps over.{exported.eos_token}" in text
 
 
 def test_only_completions_are_learned(script, llama, tokenizer, tmp_path):
     file = as_lines(tmp_path / "pairs.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
-    run = script(
-        *("--model", llama, "--dataset", file, "--validation_file", file),
-        *"--seq_length 64 --batch_size 3".split(),
-        *STILL[:-2],
-    )
+    work = ["--model", llama, "--dataset", file, "--validation_file", file, "--seq_length", "64"]
+    run = script(*work, *STILL)
     rows = []
     for pair in PAIRS:
         before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair)
@@ -171,7 +156,7 @@ def test_rows_as_other_programs_write_them(script, llama, tmp_path):
     ]
     (tmp_path / "template.jinja").write_text(PLAIN)
     work = ["--model", llama, "--chat_template", tmp_path / "template.jinja", "--no_eval"]
-    work += ["--seq_length", "128", "--batch_size", "3", *STILL[:-2], "--dataset"]
+    work += ["--seq_length", "128", *STILL, "--dataset"]
     plain = script(*work, as_lines(tmp_path / "plain.jsonl", [rows[3]] * 4))
     rows = as_lines(tmp_path / "rows.jsonl", rows)
     cached, streamed = script(*work, rows), script(*work, rows, "--streaming")
@@ -199,19 +184,11 @@ def test_show_sample_marks_the_trained_tokens(script, llama, tokenizer, tmp_path
 
 def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
     pair = {"prompt": "the quick ", "completion": "brown fox"}
-    bad = [
-        '{"prompt": "no end',
-        {"prompt": "nothing", "completion": ""},
-        {"text": "of another kind"},
-        {"prompt": 3, "completion": "x"},
-    ]
-    file = as_lines(
-        tmp_path / "rows.jsonl", [pair, bad[0], pair, bad[1], bad[2], pair, bad[3], *[pair] * 6]
-    )
-    work = [
-        *("--model", llama, "--dataset", file),
-        *"--seq_length 32 --batch_size 2 --max_steps 1 --no_eval".split(),
-    ]
+    rows = [pair, '{"prompt": "no end', pair, {"prompt": "nothing", "completion": ""}]
+    rows += [{"text": "of another kind"}, pair, {"prompt": 3, "completion": "x"}, *[pair] * 6]
+    file = as_lines(tmp_path / "rows.jsonl", rows)
+    work = ["--model", llama, "--dataset", file]
+    work += "--seq_length 32 --batch_size 2 --max_steps 1 --no_eval".split()
     refused = script(*work, ok=False)
     assert refused.code == 2 and f"{file}, line 2: not valid JSON" in refused.error
     run = script(*work, "--max_bad_rows", "4")
@@ -227,21 +204,14 @@ def test_bad_rows_are_named_and_counted(script, llama, tmp_path):
 def test_validation_file_and_split(script, text_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text_file.read_text()[1000:9000])
-    work = [
-        *("--dataset", text_file),
-        *"--seq_length 32 --batch_size 4 --max_steps 2 --precision fp32".split(),
-    ]
+    work = ["--dataset", text_file, "--max_steps", "2", *SHORT]
     all_of_it = script(*work, "--validation_file", other)
     part = script(*work, "--validation_split", "0.25", "--no_export", "--eval_samples", "8")
     blocks = all_of_it.results["dataset"]["blocks"]
     assert part.results["dataset"]["validation"]["blocks"] == int(0.25 * blocks)
     assert part.results["dataset"]["blocks"] == blocks - int(0.25 * blocks)
-    again = script(
-        *("--model", all_of_it.folder / "hf", "--dataset", text_file, "--validation_file", other),
-        *"--eval_only --seq_length 32 --batch_size 2 --precision fp32".split(),
-        launcher="torchrun",
-        ranks=2,
-    )
+    model = ["--model", all_of_it.folder / "hf", "--dataset", text_file, "--eval_only", *SHORT]
+    again = script(*model, "--validation_file", other, launcher="torchrun", ranks=2)
     assert again.results["eval_loss"] == pytest.approx(all_of_it.results["eval_loss"], rel=1e-5)
 
 

@@ -12,14 +12,10 @@ def work(llama, tmp_path_factory):
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     words = "the quick brown fox jumps over the lazy dog".split()
     random = np.random.default_rng(0)
-    rows = [
-        {
-            "prompt": " ".join(random.choice(words, 1 + size % 3)) + ": ",
-            "completion": " ".join(random.choice(words, size)),
-        }
-        for size in random.integers(1, 5, 40)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(file, "w") as stream:
+        for size in random.integers(1, 5, 40):
+            prompt, completion = (" ".join(random.choice(words, n)) for n in (1 + size % 3, size))
+            stream.write(json.dumps({"prompt": f"{prompt}: ", "completion": completion}) + "\n")
     flags = ["--seq_length", "64", "--precision", "fp32", "--no_export", "--logging_steps", "1"]
     return ["--model", llama, "--dataset", file, *flags]
 
@@ -41,20 +37,13 @@ def test_losses_are_those_without_packing(script, work):
     assert after["padding_share"] < 0.1 < before["padding_share"]
 
 
-def test_strategies_agree_and_a_run_resumes_within_an_epoch(script, work, tmp_path):
+def test_strategies_agree_and_a_run_resumes_within_an_epoch(script, work):
     packed = [*work, "--packing", "--lr", "1e-2", "--no_eval", "--max_steps", "8"]
     whole = script(*packed, "--batch_size", "4")
-    saving = ["--output_dir", tmp_path / "run", "--save_every", "3", "--batch_size", "2"]
-    run = script(
-        *packed,
-        *saving,
-        *("--strategy", "fsdp"),
-        launcher="torchrun",
-        ranks=2,
-        folder=tmp_path / "run",
-    )
+    sharded = "--strategy fsdp --save_every 3 --batch_size 2".split()
+    run = script(*packed, *sharded, launcher="torchrun", ranks=2)
     assert run.losses == pytest.approx(whole.losses, rel=1e-4)
-    resume = ["--resume", tmp_path / "run" / "checkpoints" / "step-00000003", "--batch_size", "4"]
+    resume = ["--resume", run.folder / "checkpoints" / "step-00000003", "--batch_size", "4"]
     again = script(*packed, *resume)
     assert again.losses == pytest.approx(whole.losses[3:], rel=1e-4)
     refused = script(*[flag for flag in packed if flag != "--packing"], *resume, ok=False)

@@ -2,14 +2,12 @@
 scripts/report.py.
 """
 
-import html
 import json
-import re
 import shutil
 import sys
 
 import pytest
-from conftest import PROJECT, finish, skip, start
+from conftest import PROJECT, finish
 from markupsafe import escape
 
 from support.report.causes import EFFECT_OF, SIGNATURE_NAMES
@@ -98,50 +96,10 @@ def test_page_of_a_run(runs, report):
     assert runs["rate"].out.splitlines()[-1].endswith(f"scripts/report.py {folder}")
 
 
-MEASURE = """<pre id="out"></pre><script>onload = () => {
-  document.getElementById("out").textContent = JSON.stringify(
-    [...document.querySelectorAll("iframe")].map(({contentDocument, contentWindow}) => [
-      contentDocument.documentElement.scrollWidth - contentDocument.documentElement.clientWidth,
-      contentWindow.executed ?? false]))}</script>"""
-
-
-def measure(frames, folder):
-    """Show each (page, width) in a frame in Chromium; return for each the pixels that it is too
-    wide, and whether a script set `executed`.
-    """
-    names = ("chromium", "chromium-browser", "google-chrome")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    if browser is None:
-        skip("needs a browser: apt install chromium")
-    frames = [
-        f'<iframe srcdoc="{html.escape(page)}" style="width:{width}px; height:800px"></iframe>'
-        for page, width in frames
-    ]
-    (folder / "frames.html").write_text(f"<!DOCTYPE html>{''.join(frames)}{MEASURE}")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}"]
-    out, err = finish(start([*command, f"file://{folder / 'frames.html'}"]), 120)
-    found = re.search(r'<pre id="out">(.+?)</pre>', out)
-    assert found, err
-    return json.loads(found[1])
-
-
-def test_pages_fit_phones_and_execute_nothing(runs, report, tmp_path):
-    """A run whose files try to execute a script, a comparison, and a page that does both wrong."""
-    hostile = shutil.copytree(runs["rate"].folder, tmp_path / "hostile")
-    attack = "</title><script>executed = true</script>"
-    facts = runs["rate"].results | {"model": attack, "sample": attack, "status": attack}
-    (hostile / "results.json").write_text(json.dumps(facts))
+def test_page_of_a_comparison(runs, report, tmp_path):
     for strategy in ("dp", "zero2"):
-        shutil.copytree(runs["plain"].folder, tmp_path / "comparison" / strategy / "1")
-    pages = []
-    for folder in (hostile, tmp_path / "comparison"):
-        code, out, err = report("report.py", folder, "--out", tmp_path / "page.html")
-        assert code == 0, out + err
-        pages.append((tmp_path / "page.html").read_text())
-    assert "zero2" in pages[1] and pages[1].count("<svg") == 3
-    wide = '<div style="width: 2000px">wide</div><script>executed = true</script>'
-    frames = [(page, width) for page in pages for width in (390, 1280)]
-    found = measure([*frames, (wide, 390)], tmp_path)
-    assert found[:-1] == [[0, False]] * 4
-    assert found[-1][0] > 1000 and found[-1][1]
+        shutil.copytree(runs["plain"].folder, tmp_path / "runs" / strategy / "1")
+    code, out, err = report("report.py", tmp_path / "runs", "--out", tmp_path / "page.html")
+    assert code == 0, out + err
+    page = (tmp_path / "page.html").read_text()
+    assert "zero2" in page and page.count("<svg") == 3
