@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from conftest import assert_close, skip
+from conftest import assert_close, load_exported, skip
 from memory_checks import WORK, assert_as_predicted, simulate
 
 TWO = {"launcher": "torchrun", "ranks": 2}
@@ -25,8 +25,6 @@ def packed(script, work):
 
 def test_4bit_adapters_learn_what_others_learn(script, work, packed):
     """From the same initial adapters: the first losses differ by the rounding of the weights."""
-    from conftest import load_exported
-
     plain = script(*work, "--precision", "fp32", "--batch_size", "4")
     assert packed.losses != plain.losses
     assert_close(packed.losses, plain.losses, 2e-2)
@@ -35,21 +33,15 @@ def test_4bit_adapters_learn_what_others_learn(script, work, packed):
     assert load_exported(packed.folder / "hf").num_parameters() < plain.results["parameters"]
 
 
-IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("dp", "zero1")]
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "offload", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["zero2", "offload"])
 def test_a_checkpoint_goes_on_under_another_strategy(script, work, packed, strategy):
     start = ["--resume", packed.folder / "checkpoints" / "step-00000004", "--no_export"]
     args = [*work, "--load_in_4bit", "--precision", "fp32", "--batch_size", "2", *start]
     run = script(*args, "--strategy", strategy, **TWO)
     assert_close(run.losses, packed.losses[4:], 1e-4)
-
-
-def test_the_base_model_is_part_of_the_checkpoint(script, work, packed):
-    start = ["--resume", packed.folder / "checkpoints" / "step-00000004"]
-    run = script(*work, "--precision", "fp32", "--batch_size", "4", *start, ok=False)
-    assert run.code == 2 and "4 bits" in run.error
+    if strategy == "zero2":  # the base model is a part of the checkpoint
+        refused = script(*work, "--precision", "fp32", "--batch_size", "4", *start, ok=False)
+        assert refused.code == 2 and "4 bits" in refused.error
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2"])

@@ -16,16 +16,15 @@ def test_early_stopping_keeps_and_exports_the_best(script, tmp_path):
     work = [*WORK, *flags.split(), tmp_path]
     run = script(*work, folder=tmp_path)
     evaluations = {r["step"]: r["eval_loss"] for r in run.metrics if "eval_loss" in r}
-    best = min(evaluations, key=evaluations.get)
+    best, found = min(evaluations, key=evaluations.get), run.results
     # Two more after the best.
     assert list(evaluations) == list(range(4, best + 9, 4)) and best + 8 < 60
-    found = run.results
     assert (found["best_step"], found["stopped_early"], found["steps"]) == (best, 2, best + 8)
     assert found["best_eval_loss"] == evaluations[best] < found["eval_loss"]
-    assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
     # With early stopping the last step is not known, so an early step is measured.
     held = found["memory"]["categories_bytes"]
     assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
+    assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
     flags = f"--model {tmp_path / 'hf'} --dataset pydocs --eval_only --eval_samples 16"
     exported = script(*flags.split(), *"--seq_length 32 --precision fp32".split())
     assert exported.results["eval_loss"] == pytest.approx(found["best_eval_loss"], rel=1e-5)
@@ -45,19 +44,16 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
 
 
-IN_SOAK = [pytest.param(s, marks=pytest.mark.soak) for s in ("zero2", "zero3", "infinity", "fsdp")]
+IN_SOAK = [pytest.param(s, marks=pytest.mark.soak) for s in ("zero2", "zero3", "infinity")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["kept", *IN_SOAK])
-def test_the_best_weights_are_everywhere(script, tmp_path, strategy):
-    """Also where a strategy held them whole for the last evaluation: the sample comes from the live
-    model, not the export.
+@pytest.mark.parametrize("strategy", ["fsdp", *IN_SOAK])
+def test_the_best_weights_are_everywhere(script, strategy):
+    """Also where FSDP has kept what it gathered for the last evaluation: the sample comes from the
+    live model, not the export.
     """
-    how = ["--strategy", strategy]
-    if strategy == "kept":  # what FSDP gathered for the last block's forward pass
-        (tmp_path / "fsdp.json").write_text('{"fsdp_sharding_strategy": "SHARD_GRAD_OP"}')
-        how = ["--strategy", "fsdp", "--fsdp_config", tmp_path / "fsdp.json"]
+    how = ["--fsdp", "shard_grad_op"] if strategy == "fsdp" else ["--strategy", strategy]
     work = [*WORK, "--load_best_at_end", "--eval_samples", "16", "--generate", "A list is", *how]
     run = script(*work, "--max_steps", "16", "--batch_size", "4", launcher="torchrun", ranks=2)
     assert run.results["best_step"] < 16
