@@ -4,7 +4,6 @@ import pytest
 from conftest import FAULT, assert_close, descendants_of_test
 
 WORK = "--seq_length 32 --max_steps 4 --dropout 0 --precision fp32 --no_eval --no_export".split()
-IN_SOAK = [("dp", "deepspeed", 0), ("zero2", "torchrun", 1), ("infinity", "torchrun", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -19,22 +18,15 @@ def whole(script):
     [
         ("zero3", "deepspeed", 1),  # rank 0 hosts the store
         ("fsdp", "torchrun", 0),  # the agent does
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in IN_SOAK),
     ],
 )
 def test_one_rank_without_memory_halves_the_micro_batch_of_all(
     script, whole, strategy, launcher, rank
 ):
-    run = script(
-        *WORK,
-        *("--strategy", strategy, "--batch_size", "8", "--auto_micro_batch"),
-        launcher=launcher,
-        ranks=2,
-        program=FAULT,
-        env={"FAULT": f"oom_above:{rank}:2"},
-        real=True,  # a program that starts again must be the one that was started
-        timeout=170,
-    )
+    flags = [*WORK, "--strategy", strategy, "--batch_size", "8", "--auto_micro_batch"]
+    fault = {"program": FAULT, "env": {"FAULT": f"oom_above:{rank}:2"}}
+    # A program that starts again must be the one that was started.
+    run = script(*flags, launcher=launcher, ranks=2, **fault, real=True, timeout=170)
     results = run.results
     assert (results["batch_size"], results["gradient_accumulation_steps"]) == (2, 4)
     assert (results["global_batch_size"], results["status"]) == (16, "completed")

@@ -1,10 +1,8 @@
 """What plan_memory.py computes from the results of a run."""
 
 import json
-import shutil
 
 import pytest
-from attacks import Attack, table
 from memory_checks import plan, planned
 
 PLAN = "--model tiny-gpt2 --gpu_memory 8 --seq_length 32 --batch_size 2".split()
@@ -27,8 +25,8 @@ def test_hours_are_tokens_divided_by_the_measured_rate(run):
     assert found["energy_kwh"] == pytest.approx(0.5 * hours)
     assert found["sources"]["tokens_per_second_per_gpu"].startswith("measured")
     assert not found["warning"]  # the plan is the run's own work
-    code, text = plan(*args, "--results", run.folder / "results.json")
-    assert code == 0 and "energy_kwh" in text
+    code, _ = plan(*args, "--results", run.folder / "results.json")
+    assert code == 0
 
 
 def test_a_rate_is_not_carried_over_silently(run):
@@ -53,9 +51,8 @@ def test_the_rate_is_measured_with_the_planned_work(tmp_path):
     assert code == 0 and found["tokens"] == 100 * 2 * 32
     rate = found["tokens_per_second_per_gpu"]
     assert rate > 0 and found["hours"] == pytest.approx(6400 / rate / 3600)
-    assert "10 steps" in found["sources"]["tokens_per_second_per_gpu"]
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))  # without a tokenizer
+    config = '{"model_type": "gpt2", "n_embd": 96, "n_layer": 2}'
+    (tmp_path / "config.json").write_text(config)  # without a tokenizer
     code, out = plan(*PLAN[2:], "--model", tmp_path, "--tokens", 100, "--measure")
     assert code == 1 and "tokenizer" in out.splitlines()[-1] and out.count("❌") == 1
 
@@ -69,43 +66,25 @@ def test_slurm_jobs_and_saves_follow_from_a_run(run):
     usable = 600 - found["signal_seconds"] - run.results["seconds_to_first_step"]
     jobs = 10**6 * step / (usable / (1 + save / (every * step)))
     assert found["jobs"] == pytest.approx(jobs, rel=0.02) and found["signal_seconds"] == 120
-
-
-def test_slurm_jobs_of_a_run_with_an_assumed_rate():
-    args = ["--model", "gpt2-xl", "--gpu_memory", 80, "--nodes", 2, "--gpus_per_node", 4]
-    args += ["--tokens", 10**10, "--device", "A100", "--time_limit", "10:00:00"]
-    found = planned(*args, "--save_seconds", 600)["cost"]
-    # Of a job, 120 s of start-up and the time after the signal, twice that of a save, do not train.
-    assert found["signal_seconds"] == 1260
-    assert found["jobs"] == -(-found["hours"] // (10 - found["lost_seconds_per_job"] / 3600))
-    assert 120 + 1260 < found["lost_seconds_per_job"] < 120 + 1260 + 1200
+    # Without a run the time of a save must be given; the signal comes twice that time before the end.
+    args = [*PLAN, *flags[:2], "--device", "A100", "--time_limit", "10:00:00"]
+    assert planned(*args, "--save_seconds", 600)["cost"]["signal_seconds"] == 1260
     code, out = plan(*args)
     assert code == 2 and "--save_seconds" in out.splitlines()[-1]
 
 
-def results_with(**values):
-    """An attack that changes values in the run's results.json."""
-
-    def prepare(folder):
-        file = folder / "results.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return prepare
-
-
-def truncate(folder):
-    (folder / "results.json").write_text((folder / "results.json").read_text()[:300])
-
-
-@table(
-    Attack("truncated", prepare=truncate, says="line"),
-    Attack("failed", prepare=results_with(status="failed", reason="x"), says="failed"),
-    Attack("no rate", prepare=results_with(tokens_per_second_per_gpu=None), says="trained"),
-    Attack("another model", prepare=results_with(parameters=5), says="parameters .5, planned"),
-    Attack("two ranks", prepare=results_with(world_size=2), args=["--bandwidth", 1], says="world"),
+@pytest.mark.parametrize(
+    "changes, flags, says",
+    [
+        ({}, [], "line"),  # a file that was cut off
+        ({"status": "failed", "reason": "x"}, [], "failed"),
+        ({"tokens_per_second_per_gpu": None}, [], "trained"),
+        ({"parameters": 5}, [], "parameters (5, planned"),
+        ({"world_size": 2}, ["--bandwidth", 1], "world"),
+    ],
 )
-def test_results_that_have_no_rate_for_the_plan(attack, run, tmp_path, main_of):
-    shutil.copy(run.folder / "results.json", tmp_path)
-    attack.prepare(tmp_path)
-    args = [*PLAN, "--tokens", 9, "--results", tmp_path, *attack.args]
-    attack.check(tmp_path, main_of("plan_memory", *args))
+def test_results_that_have_no_rate_for_the_plan(run, tmp_path, main_of, changes, flags, says):
+    text = json.dumps(run.results | changes)
+    (tmp_path / "results.json").write_text(text if changes else text[:300])
+    done = main_of("plan_memory", *PLAN, "--tokens", 9, "--results", tmp_path, *flags)
+    assert done.code == 2 and says in done.error

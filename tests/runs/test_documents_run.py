@@ -65,36 +65,6 @@ def first_missing(shown: tuple[str, ...], real: str, exact: bool = False) -> str
     return None
 
 
-def check_page(page: Page, run) -> None:
-    """Run a page with run(script) -> (exit code, output), and compare the output.
-
-    Raises:
-        AssertionError: names the page, the line, the command and the difference.
-    """
-    code, out = run(script_of(page))
-    if failed := re.search(rf"^{FAILED} (\d+): (.*)", out, re.MULTILINE):
-        number, what = failed.groups()
-        raise AssertionError(f"{page.name}:{number}: {what}\n{out[: failed.start()][-3000:]}")
-    assert code == 0, f"{page.name}: exit code {code}\n{out[-3000:]}"
-    segments = dict(
-        part.partition("\n")[::2] for part in re.split(rf"^{BLOCK} ", out, flags=re.MULTILINE)[1:]
-    )
-    of_lines = dict(page.commands())
-    before = None
-    for block in page.blocks:
-        if block.marker == "runnable":
-            before = block
-        elif block.marker == "output" and before:
-            own = range(before.line, before.line + len(before.lines) + 1)
-            programs = {program_of(of_lines[line])[0] for line in own if line in of_lines}
-            real = segments[str(before.line)]
-            missing = first_missing(block.lines, real, exact=programs <= DETERMINISTIC)
-            assert missing is None, (
-                f"{page.name}:{block.line}: the commands of line {before.line} do not print, in this "
-                f"order, the shown line\n{missing}\nThey printed:\n{real[-5000:]}"
-            )
-
-
 @pytest.fixture
 def programs(preloaded, tmp_path) -> dict:
     """An environment in which python and torchrun are forks of the preloaded interpreter."""
@@ -110,15 +80,26 @@ def programs(preloaded, tmp_path) -> dict:
     return {"PATH": path, "HF_HUB_OFFLINE": "1", **preloaded.for_torchrun()}
 
 
-def shell(script: str, folder: Path, environment: dict) -> tuple[int, str]:
-    """Run a script of bash in a folder; return the exit code and the output."""
-    (folder / ".page.sh").write_text(f"exec 2>&1; {script}")
-    process = start(["bash", ".page.sh"], environment, folder)
-    out, _ = finish(process, 600)
-    return process.returncode, out
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_page(page, tmp_path, programs):
-    project = copy_project(tmp_path / "copy")
-    check_page(page, lambda script: shell(script, project, programs))
+    folder = copy_project(tmp_path / "copy")
+    (folder / ".page.sh").write_text(f"exec 2>&1; {script_of(page)}")
+    process = start(["bash", ".page.sh"], programs, folder)
+    out, _ = finish(process, 600)
+    if failed := re.search(rf"^{FAILED} (\d+): (.*)", out, re.MULTILINE):
+        pytest.fail(f"{page.name}:{failed[1]}: {failed[2]}\n{out[: failed.start()][-3000:]}")
+    assert process.returncode == 0, out[-3000:]
+    parts = re.split(rf"^{BLOCK} (\d+)\n", out, flags=re.MULTILINE)
+    printed = dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))  # by line of the block
+    for block in page.blocks:
+        if block.marker == "runnable":
+            before = block
+        elif block.marker == "output":
+            own = range(before.line, before.line + len(before.lines) + 1)
+            used = {program_of(words)[0] for line, words in page.commands() if line in own}
+            real = printed[before.line]
+            missing = first_missing(block.lines, real, exact=used <= DETERMINISTIC)
+            assert missing is None, (
+                f"{page.name}:{block.line}: the commands of line {before.line} do not print, in "
+                f"this order, the shown line\n{missing}\nThey printed:\n{real[-5000:]}"
+            )
