@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +98,11 @@ def environment(tmp_path_factory):
 class Run:
     """A finished run."""
 
-    code: int
-    out: str
-    err: str
-    seconds: float
-    folder: Path
+    code: int = 0
+    out: str = ""
+    err: str = ""
+    seconds: float = 0.0
+    folder: Path = Path()
 
     @property
     def results(self) -> dict:
@@ -110,8 +110,8 @@ class Run:
 
     @property
     def metrics(self) -> list[dict]:
-        text = (self.folder / "metrics.jsonl").read_text()
-        return list(map(json.loads, text.splitlines()))
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
     @property
     def losses(self) -> list[float]:
@@ -132,9 +132,10 @@ def check_schema(folder: Path, metrics: bool = True) -> None:
     """Check that the files of a run have the keys and types of docs/OUTPUTS.md."""
     from schema_check import problems_of_metrics, problems_of_results
 
-    problems = [*problems_of_results(json.loads((folder / "results.json").read_text()))]
-    for line in (folder / "metrics.jsonl").read_text().splitlines() if metrics else ():
-        problems += problems_of_metrics(json.loads(line))
+    run = Run(folder=folder)
+    problems = [*problems_of_results(run.results)]
+    for record in run.metrics if metrics else ():
+        problems += problems_of_metrics(record)
     assert not problems, f"{folder}: {problems}"
 
 
@@ -213,9 +214,8 @@ def begin(preloaded):
 
     def run(command: list, env: dict | None = None, cwd: Path | None = None) -> subprocess.Popen:
         if preloaded:
-            if command[0] == "torchrun":
-                env = {**(env or {}), **preloaded.for_torchrun()}
-            command = preloaded.replace(command)
+            own = preloaded.for_torchrun() if command[0] == "torchrun" else {}
+            command, env = preloaded.replace(command), {**(env or {}), **own}
         return start(command, env, cwd)
 
     return run
@@ -245,7 +245,7 @@ def script(tmp_path_factory, begin):
             skip("infinity needs libaio: apt install libaio-dev")
         folder = folder or tmp_path_factory.mktemp("run") / "out"
         command = [*launcher_command(launcher, ranks), program, *args]
-        if "--output_dir" not in args and "--help" not in args:
+        if "--output_dir" not in args:
             command += ["--output_dir", folder]
         started, begun_at = time.monotonic(), time.time()
         process = (start if real else begin)(command, env, cwd)
@@ -278,17 +278,14 @@ def fp32_run(script, tmp_path_factory):
     At the end it prints a sample, and the logits that the live model gives for the tokens 0 to 31
     go to `logits.pt`.
     """
-    done = {}
 
+    @functools.cache
     def run(strategy):
-        if strategy not in done:
-            folder = tmp_path_factory.mktemp(strategy)
-            flags = "--precision fp32 --generate The --profile_memory --strategy".split()
-            fault = {"FAULT": f"logits:{folder / 'logits.pt'}"}
-            under = {"launcher": "torchrun", "ranks": 2, "program": FAULT, "env": fault}
-            work = [*SAME_WORK, *SPLIT, *flags, strategy]
-            done[strategy] = script(*work, **under, folder=folder)
-        return done[strategy]
+        folder = tmp_path_factory.mktemp(strategy)
+        flags = "--precision fp32 --generate The --profile_memory --strategy".split()
+        fault = {"FAULT": f"logits:{folder / 'logits.pt'}"}
+        under = {"launcher": "torchrun", "ranks": 2, "program": FAULT, "env": fault}
+        return script(*SAME_WORK, *SPLIT, *flags, strategy, **under, folder=folder)
 
     return run
 
@@ -327,10 +324,11 @@ def llama(tmp_path_factory, tiny_tokenizer) -> Path:
 
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 160}
-    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0}
-    config = LlamaConfig(**sizes, tie_word_embeddings=False)
+    config = LlamaConfig(
+        **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+        **{"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False},
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     shutil.copytree(tiny_tokenizer, folder, dirs_exist_ok=True)
     return folder
@@ -340,11 +338,10 @@ def path_without(tmp_path, *names):
     """A PATH with every program but these."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for source in os.environ["PATH"].split(os.pathsep):
-        for program in Path(source).iterdir() if Path(source).is_dir() else ():
-            target = folder / program.name
-            if not program.name.startswith(names) and not target.exists():
-                target.symlink_to(program)
+    for source in map(Path, os.environ["PATH"].split(os.pathsep)):
+        for program in source.iterdir() if source.is_dir() else ():
+            if not program.name.startswith(names) and not (folder / program.name).exists():
+                (folder / program.name).symlink_to(program)
     return folder
 
 
@@ -355,17 +352,17 @@ def without_libaio(tmp_path_factory) -> dict:
     """
     from support.strategies import ops
 
-    path = path_without(tmp_path_factory.mktemp("without"), "gcc", "cc", "x86_64-linux-gnu-gcc")
+    folder = tmp_path_factory.mktemp("without")
+    without = '#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n'
     for name in ("gcc", "cc"):
-        without = 'case "$*" in *-laio*) exit 1;; esac'
-        (path / name).write_text(f'#!/bin/sh\n{without}\nexec /usr/bin/gcc "$@"\n')
-        (path / name).chmod(0o755)
-    extensions = tmp_path_factory.mktemp("extensions")
-    folder = extensions / ops.ops_folder().name
-    folder.mkdir()
+        (folder / name).write_text(without)
+        (folder / name).chmod(0o755)
+    compiled = folder / ops.ops_folder().name
+    compiled.mkdir()
     for op in ("cpu_adam", "pin_memory"):
-        (folder / f"{op}.so").symlink_to(ops.library(op))
-    return {"PATH": path, "CC": "gcc", "TORCH_EXTENSIONS_DIR": extensions}
+        (compiled / f"{op}.so").symlink_to(ops.library(op))
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "CC": "gcc", "TORCH_EXTENSIONS_DIR": folder}
 
 
 @pytest.fixture(scope="session")
@@ -381,24 +378,24 @@ def hub_root(tmp_path_factory) -> Path:
 @pytest.fixture
 def hub(hub_root):
     """A stand-in for the hub; `hub.url` goes into HF_ENDPOINT. `hub.close()` stops it early."""
-    from local_hub import Hub
+    from local_hub import serving
 
-    server = Hub(hub_root)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-
-    def close():
-        server.shutdown()  # has no effect the second time
-        server.server_close()
-
-    server.close = close
-    yield server
-    close()
+    with serving(hub_root) as server:
+        yield server
 
 
 def skip_without(package: str, *programs: str) -> None:
     """Skip where a program is missing; `package` has it."""
     if missing := [name for name in programs if shutil.which(name) is None]:
         skip(f"needs {', '.join(missing)}: apt install {package}")
+
+
+def running(cluster):
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture(scope="session")
@@ -409,12 +406,7 @@ def machines():
     skip_without("iproute2 util-linux", "ip", "unshare", "nsenter")
     if os.geteuid() != 0:
         skip("needs root to make network namespaces")
-    found = Machines(3)
-    try:
-        found.start()
-        yield found
-    finally:
-        found.stop()
+    yield from running(Machines(3))
 
 
 @pytest.fixture(scope="session")
@@ -423,12 +415,7 @@ def slurm(machines):
     from machines import Slurm
 
     skip_without("slurm-wlm munge", "munged", "slurmctld", "slurmd", "srun")
-    cluster = Slurm(machines)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+    yield from running(Slurm(machines))
 
 
 @pytest.fixture
@@ -470,16 +457,15 @@ def assert_close(values, reference, relative: float) -> None:
     """Two loss curves agree at every step."""
     assert len(values) == len(reference) > 0
     for step, (value, wanted) in enumerate(zip(values, reference, strict=True), 1):
-        said = f"step {step}: {value} instead of {wanted}"
-        assert abs(value - wanted) <= relative * abs(wanted), said
+        assert abs(value - wanted) <= relative * abs(wanted), f"step {step}"
 
 
 def descendants_of_test() -> list[psutil.Process]:
     """Processes of the script that this test session started and that are still alive."""
-    alive = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        command = " ".join(process.info["cmdline"] or [])
-        mine = (process.info["environ"] or {}).get("HF_HOME") == os.environ["HF_HOME"]
-        if mine and re.search(r"real_model_example\.py|fault\.py", command):
-            alive.append(process)
-    return alive
+    home, programs = os.environ["HF_HOME"], r"real_model_example\.py|fault\.py"
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if re.search(programs, " ".join(process.info["cmdline"] or []))
+        and (process.info["environ"] or {}).get("HF_HOME") == home
+    ]

@@ -15,6 +15,20 @@ WORK = [
     *"--seq_length 32 --num_samples 40 --batch_size 2 --dropout 0 --no_eval --precision fp32".split(),
     *"--no_export".split(),
 ]
+RUN_FILE = """
+training:
+  seq_length: 32
+  num_samples: 40
+  batch_size: 2
+  dropout: 0
+  eval: false
+  mixed_precision: no
+  no_export: true
+  learning_rate: 5e-4
+distributed:
+  use_deepspeed: true
+  strategy: zero1
+"""
 
 
 @pytest.fixture(scope="session")
@@ -41,21 +55,7 @@ def setup(*args, cwd):
 @pytest.fixture
 def run_file(tmp_path):
     """A folder with a config.yaml of the guide's shape."""
-    lines = [
-        "training:",
-        "  seq_length: 32",
-        "  num_samples: 40",
-        "  batch_size: 2",
-        "  dropout: 0",
-        "  eval: false",
-        "  mixed_precision: no",
-        "  no_export: true",
-        "  learning_rate: 5e-4",
-        "distributed:",
-        "  use_deepspeed: true",
-        "  strategy: zero1",
-    ]
-    (tmp_path / "config.yaml").write_text("\n".join(lines) + "\n")
+    (tmp_path / "config.yaml").write_text(RUN_FILE)
     return tmp_path
 
 

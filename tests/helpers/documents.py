@@ -1,16 +1,7 @@
 """The documents: their blocks, and the flags, files and names that they mention.
 
 tests/unit/test_documents.py checks them, and tests/runs/test_documents_run.py runs their commands.
-Every fenced block has a marker, an HTML comment on the line before it:
-
-runnable        bash; the tests run all of a page in order, in a copy of the project, on a CPU
-needs-gpu, needs-cluster, needs-hub    bash that the tests do not run
-output          what the runnable block before it prints; see test_documents_run.py
-file: NAME      the content of a file that later commands use
-illustration    anything else
-
-`5<!-- value: support.module.NAME -->` or `5<!-- …NAME[key] -->`: the number before the comment is a
-constant of the code. (A comment at the start of a line would end the paragraph.)
+CONTRIBUTING.md describes the markers of the blocks, and of numbers that are constants of the code.
 """
 
 from __future__ import annotations
@@ -26,9 +17,12 @@ import itertools
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
+
+import pytest
 
 from support.cli import argument_types
 from support.cli.flags import build_parser
@@ -38,12 +32,12 @@ from support.errors import UserError
 PROJECT = Path(__file__).resolve().parents[2]
 COMMANDS = ("runnable", "needs-gpu", "needs-cluster", "needs-hub")
 MARKERS = (*COMMANDS, "output", "illustration")
-LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+LAUNCHERS = {"torchrun", "deepspeed", "accelerate"}
 # Those of their flags that the documents mention.
 LAUNCHER_FLAGS = """
-    local_addr rdzv_conf nnodes nproc_per_node node_rank rdzv_backend rdzv_endpoint rdzv_id max_restarts standalone
-    master_addr master_port hostfile num_nodes num_gpus launcher multi_gpu cpu num_processes
-    num_machines machine_rank main_process_ip main_process_port no_ssh log_dir
+    cpu hostfile launcher local_addr log_dir machine_rank main_process_ip main_process_port
+    master_addr master_port max_restarts multi_gpu nnodes no_ssh node_rank nproc_per_node num_gpus
+    num_machines num_nodes num_processes rdzv_backend rdzv_conf rdzv_endpoint rdzv_id standalone
     """.split()
 # Commands that pip installs; the others have the names of scripts, with hyphens.
 INSTALLED = {
@@ -51,6 +45,8 @@ INSTALLED = {
     "compare-strategies": "compare_strategies.sh",
     "report-run": "scripts/report.py",
 }
+# The script, and what passes it their flags.
+MAIN_PROGRAMS = r"real_model_example\.py$|compare_strategies\.sh$|\.slurm$"
 CODE_SUFFIXES = (".py", ".sh", ".slurm", ".jinja", ".md", ".def")
 INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 COMMENT = re.compile(r"<!--.*?-->")
@@ -87,14 +83,8 @@ class Page:
 
     def anchors(self) -> set[str]:
         """Return the anchors that GitHub gives the titles."""
-        anchors: set[str] = set()
-        for line in self.prose.values():
-            if found := re.match(r"#+ +(.*?) *#*$", line):
-                title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", found[1])
-                slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-                repeats = (f"{slug}-{n}" for n in range(1, 100))
-                anchors.add(next(s for s in (slug, *repeats) if s not in anchors))
-        return anchors
+        titles = [line.lstrip("# ") for line in self.prose.values() if line.startswith("#")]
+        return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
     def commands(self) -> list[tuple[int, list[str]]]:
         """Return (line number, words) of each command in the blocks of bash."""
@@ -126,17 +116,16 @@ def read(name: str, text: str | None = None) -> Page:
     return Page(name, lines, blocks, prose)
 
 
-def joined(lines: tuple[str, ...]) -> list[tuple[int, str]]:
-    """Return (number of the first line, text) of each command, with continued lines joined."""
-    result: list[tuple[int, str]] = []
-    before = ""
+def joined(lines: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Yield (number of the first line, text) of each command, with continued lines joined."""
+    first, text = 1, ""
     for number, line in enumerate(lines, 1):
-        if before.endswith("\\"):
-            result[-1] = (result[-1][0], result[-1][1].removesuffix("\\") + line.rstrip())
+        text += line.rstrip()
+        if text.endswith("\\"):
+            text = text.removesuffix("\\")
         else:
-            result.append((number, line.rstrip()))
-        before = line.rstrip()
-    return result
+            yield first, text
+            first, text = number + 1, ""
 
 
 def split(line: str) -> list[list[str]]:
@@ -162,7 +151,7 @@ class _Parser(BaseException):
 @functools.cache
 def parser_of(program: str) -> argparse.ArgumentParser:
     """Return the parser of a program of this project, such as scripts/report.py."""
-    if program.endswith(("real_model_example.py", "compare_strategies.sh", ".slurm")):
+    if re.search(MAIN_PROGRAMS, program):
         return build_parser()
     main = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
 
@@ -172,12 +161,10 @@ def parser_of(program: str) -> argparse.ArgumentParser:
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", found),
         mock.patch.object(argument_types.Parser, "parse_args", found),
+        pytest.raises(_Parser) as end,
     ):
-        try:
-            main(*[[]] * len(inspect.signature(main).parameters))
-        except _Parser as end:
-            return end.args[0]
-    raise AssertionError(f"{program} has no parser")
+        main(*[[]] * len(inspect.signature(main).parameters))
+    return end.value.args[0]
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -200,10 +187,7 @@ def program_of(words: list[str]) -> tuple[str | None, int]:
             return f"{word.replace('.', '/')}.py", place
         if word.startswith("benchmarks/") and word.endswith(".sh"):
             return word.replace(".sh", ".py"), place
-        of_project = re.fullmatch(r"(scripts|benchmarks)/\w+\.py", word)
-        if of_project or word.endswith(
-            ("real_model_example.py", "compare_strategies.sh", ".slurm")
-        ):
+        if re.search(r"^(scripts|benchmarks)/\w+\.py$|" + MAIN_PROGRAMS, word):
             return word, place
     return None, 0
 
@@ -211,16 +195,14 @@ def program_of(words: list[str]) -> tuple[str | None, int]:
 def unknown_flags(words: list[str]) -> list[str]:
     """Return the flags of a command that its program or launcher does not have."""
     program, place = program_of(words)
-    launcher = words[:place] if program else words
-    launched = [Path(word).name for word in launcher if not word.startswith("-")]
+    launcher, own = (words[:place], words[place:]) if program else (words, [])
     unknown = []
-    if {*launched} & {*LAUNCHERS}:
-        names = [w.split("=")[0] for w in launcher if w.startswith("--")]
-        unknown += [n for n in names if n[2:].replace("-", "_") not in LAUNCHER_FLAGS]
+    if {Path(word).name for word in launcher} & LAUNCHERS:
+        names = [word.split("=")[0] for word in launcher if word.startswith("--")]
+        unknown += [name for name in names if name[2:].replace("-", "_") not in LAUNCHER_FLAGS]
     if program:
-        known = flags_of(parser_of(program))
-        names = [w.split("=")[0] for w in words[place:] if re.match(r"--\w", w)]
-        unknown += [n for n in names if n not in known]
+        names = [word.split("=")[0] for word in own if re.match(r"--\w", word)]
+        unknown += [name for name in names if name not in flags_of(parser_of(program))]
     return unknown
 
 
@@ -230,19 +212,15 @@ def usage_error(words: list[str]) -> str:
     A command with three dots or a variable is not complete, so it is not parsed.
     """
     program, place = program_of(words)
-    values = list(itertools.takewhile(lambda word: not word.startswith((">", "2>")), words[place:]))
+    values = [*itertools.takewhile(lambda word: not re.match("2?>", word), words[place + 1 :])]
     if not program or any(re.search(r"\.\.\.|…|\$|^--help$", word) for word in values):
         return ""
-    values = values[1:]
     if program.endswith("compare_strategies.sh") and values and values[0][0] != "-":
         values = values[1:]
-    errors = io.StringIO()
+    is_main, errors = re.search(MAIN_PROGRAMS, program), io.StringIO()
     try:
-        if parser_of(program).prog == "real_model_example.py":
-            parse_arguments(values)
-        else:
-            with contextlib.redirect_stderr(errors):
-                parser_of(program).parse_known_args(values)
+        with contextlib.redirect_stderr(errors):
+            (parse_arguments if is_main else parser_of(program).parse_known_args)(values)
     except UserError as error:
         return str(error)
     except SystemExit as end:

@@ -22,31 +22,27 @@ from support.strategies import gradients
 SCALE = 8.0
 
 
-def set_gradient(weight: DTensor, shard: list[float]) -> None:
-    """Set this rank's two of the four elements of the gradient."""
-    local = torch.tensor(shard).unsqueeze(1)
-    weight.grad = DTensor.from_local(local, weight.device_mesh, [Shard(0)])
-
-
 def main(rank: int) -> dict:
     model = fully_shard(nn.Linear(1, 4, bias=False), mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", SCALE)
     scaler.scale(torch.zeros(()))  # sets the scale
 
-    shard = [[3.0, 4.0], [0.0, 12.0]][rank]
-    set_gradient(model.weight, [SCALE * value for value in shard])
-    scaler.unscale_(optimizer)
-    found_inf = [sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())]
+    def unscale(shard: list[float]) -> float:
+        """Set this rank's two of the four elements of the gradient; return what torch counts."""
+        local, mesh = torch.tensor(shard).unsqueeze(1), model.weight.device_mesh
+        model.weight.grad = DTensor.from_local(local, mesh, [Shard(0)])
+        scaler.unscale_(optimizer)
+        return sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
+
+    found_inf = [unscale([SCALE * value for value in [[3.0, 4.0], [0.0, 12.0]][rank]])]
     norm = gradients.gradient_norm(model)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
     clipped = gradients.gradient_norm(model)
     scaler.step(optimizer)
     scaler.update()
 
-    set_gradient(model.weight, [1.0, math.inf if rank == 1 else 1.0])
-    scaler.unscale_(optimizer)
-    found_inf += [sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())]
+    found_inf += [unscale([1.0, math.inf if rank == 1 else 1.0])]
     return {"norm": norm.item(), "clipped": round(clipped.item(), 5), "found_inf": found_inf}
 
 

@@ -1,17 +1,20 @@
 """A stand-in for the Hugging Face hub on this machine, with a small GPT-2 and a small WikiText.
 
-The weights are random and the text is from Python's own documentation; names, files, redirects of
-old names, and error codes are those that the clients of the hub expect. A repository has one
-revision, "main". A client with the token TOKEN may create model repositories and commit to them.
+The weights are random and the text is from Python's own documentation; names, files and error codes
+are those that the clients of the hub expect. A repository has one revision, "main". A client with
+the token TOKEN may create model repositories and commit to them.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
 import socketserver
+import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -22,7 +25,6 @@ OLD_NAMES = {"models/gpt2": f"models/{GPT2}", "datasets/wikitext": f"datasets/{W
 CONFIG = "wikitext-2-raw-v1"
 ARTICLES = {"test": 8, "validation": 12, "train": 40}
 USER, TOKEN = "somebody", "hf_" + "Secret" * 6
-LARGE = (".safetensors", ".parquet")  # named by the hash of the content alone, as large files are
 
 # ------------------------------------------------------------------------------ what the hub serves
 
@@ -33,7 +35,6 @@ def write_gpt2(folder: Path) -> None:
     As in the hub's file, the weights' names lack "transformer." and the tied head is left out.
     """
     import torch
-    from safetensors.torch import save_file
     from tokenizers import ByteLevelBPETokenizer
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -46,11 +47,9 @@ def write_gpt2(folder: Path) -> None:
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_layer=2, n_embd=128, n_head=4, **ends))
+    model.transformer.save_pretrained(folder)
     model.config.architectures = ["GPT2LMHeadModel"]
     model.config.save_pretrained(folder)
-    weights = {name.removeprefix("transformer."): w for name, w in model.state_dict().items()}
-    del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def rows_of(name: str) -> list[str]:
@@ -87,32 +86,19 @@ def write_repositories(root: Path) -> None:
 
 
 class Repository:
-    """The files of a model or a dataset.
-
-    Attributes:
-        entries: what a listing says of each file and folder, by path.
-        commit: the hash of the only commit.
-    """
+    """The files of a model or a dataset: what a listing says of each path, and the only commit."""
 
     def __init__(self, folder: Path):
         self.folder, self.entries = folder, {}
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             path, content = file.relative_to(folder).as_posix(), file.read_bytes()
-            entry = {"type": "file", "path": path, "size": len(content)}
-            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            if path.endswith(LARGE):
-                oid = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 134}
+            digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            entry = {"type": "file", "path": path, "size": len(content), "oid": digest}
             self.entries[path] = entry
         self.commit = hashlib.sha1(json.dumps(self.entries).encode()).hexdigest()
-        for path in list(self.entries):
-            for parent in list(Path(path).parents)[:-1]:
-                self.entries[str(parent)] = {
-                    "type": "directory",
-                    "path": str(parent),
-                    "size": 0,
-                    "oid": self.commit,
-                }
+        for parent in {str(up) for path in self.entries for up in Path(path).parents} - {"."}:
+            entry = {"type": "directory", "path": parent, "size": 0, "oid": self.commit}
+            self.entries[parent] = entry
 
     def list(self, top: str, recursive: bool) -> list[dict]:
         """The entries below a folder ("" for all)."""
@@ -147,6 +133,22 @@ class Hub(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
+    def close(self) -> None:
+        """Stop the server; has no effect the second time."""
+        self.shutdown()
+        self.server_close()
+
+
+@contextlib.contextmanager
+def serving(root: Path) -> Iterator[Hub]:
+    """Yield a Hub that answers in a thread, and close it at the end."""
+    hub = Hub(root)
+    threading.Thread(target=hub.serve_forever, args=[0.02], daemon=True).start()
+    try:
+        yield hub
+    finally:
+        hub.close()
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -162,8 +164,7 @@ class Handler(BaseHTTPRequestHandler):
     )
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        url = urlsplit(self.path)
+        body, url = self.read_body(), urlsplit(self.path)
         path = unquote(url.path)
         if path == "/api/whoami-v2":
             if not self.knows_token():
@@ -173,9 +174,7 @@ class Handler(BaseHTTPRequestHandler):
         if asked is None:
             return self.fail(404, "EntryNotFound")
         name = f"{(asked['kind'] or 'models').strip('/')}/{asked['id']}"
-        if name in OLD_NAMES:
-            old, new = (n.partition("/")[2] for n in (name, OLD_NAMES[name]))
-            return self.answer(307, b"", Location=self.path.replace(f"/{old}", f"/{new}", 1))
+        name = OLD_NAMES.get(name, name)
         if asked["id"] in self.server.pushed and asked["verb"] is None:
             private = asked["id"] in self.server.private
             return self.answer_json({"id": asked["id"], "private": private, "tags": []})
@@ -184,6 +183,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(401, "RepoNotFound")  # as for a private one
         if asked["revision"] not in (None, "main", repository.commit):
             return self.fail(404, "RevisionNotFound")
+        entries = repository.entries
         if asked["verb"] == "resolve":
             return self.send(repository, asked["path"])
         if asked["verb"] == "tree":
@@ -191,63 +191,58 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer_json(repository.list(asked["path"], recursive))
         if asked["verb"] == "paths-info":
             paths = parse_qs(body).get("paths", [])
-            return self.answer_json(
-                [repository.entries[p] for p in paths if p in repository.entries]
-            )
-        files = [{"rfilename": p} for p, e in repository.entries.items() if e["type"] == "file"]
-        facts = {"id": asked["id"], "sha": repository.commit, "siblings": files, "tags": []}
-        self.answer_json({**facts, "private": False, "gated": False, "disabled": False})
+            return self.answer_json([entries[path] for path in paths if path in entries])
+        files = [{"rfilename": path} for path in entries if entries[path]["type"] == "file"]
+        repository_id = name.partition("/")[2]
+        self.answer_json({"id": repository_id, "sha": repository.commit, "siblings": files})
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
         """Creating a repository, and a commit: a line of JSON for each file, in base64."""
-        path = urlsplit(self.path).path
-        write = re.fullmatch(
-            r"/api/(?:validate-yaml|repos/create|models/(.+)/(preupload|commit)/main)", path
-        )
+        path, server = urlsplit(self.path).path, self.server
+        if path == "/api/validate-yaml":  # of a model card
+            self.read_body()
+            return self.answer_json({"errors": [], "warnings": []})
+        write = re.fullmatch(r"/api/(?:repos/create|models/(.+)/(preupload|commit)/main)", path)
         if write is None:
             return self.do_GET()
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        if path == "/api/validate-yaml":  # of a model card
-            return self.answer_json({"errors": [], "warnings": []})
+        body = self.read_body()
         if not self.knows_token():
             return self.fail(403, "Forbidden")
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or USER}/{asked['name']}"
-            if name not in self.server.pushed:  # the hub does not change one that exists
-                self.server.pushed[name] = {}
+            if name not in server.pushed:  # the hub does not change one that exists
+                server.pushed[name] = {}
                 if asked.get("private") or asked.get("visibility") == "private":
-                    self.server.private.add(name)
-            return self.answer_json({"url": f"{self.server.url}/{name}", "name": name})
+                    server.private.add(name)
+            return self.answer_json({"url": f"{server.url}/{name}", "name": name})
         if write[2] == "preupload":
-            files = [file["path"] for file in json.loads(body)["files"]]
-            modes = [
-                {"path": file, "uploadMode": "regular", "shouldIgnore": False} for file in files
-            ]
-            return self.answer_json({"files": modes})
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            files = [mode | {"path": file["path"]} for file in json.loads(body)["files"]]
+            return self.answer_json({"files": files})
         for line in map(json.loads, body.splitlines()):
             if line["key"] == "file":
                 content = base64.b64decode(line["value"]["content"])
-                self.server.pushed[write[1]][line["value"]["path"]] = content
+                server.pushed[write[1]][line["value"]["path"]] = content
         commit = hashlib.sha1(body.encode()).hexdigest()
-        url = f"{self.server.url}/{write[1]}/commit/{commit}"
+        url = f"{server.url}/{write[1]}/commit/{commit}"
         self.answer_json({"success": True, "commitOid": commit, "commitUrl": url})
+
+    def read_body(self) -> str:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
 
     def knows_token(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def send(self, repository: Repository, path: str) -> None:
         """A file, or the part that a Range header asks for."""
-        entry = repository.entries.get(path)
-        commit = {"X-Repo-Commit": repository.commit}
-        if entry is None or entry["type"] != "file":
-            return self.fail(404, "EntryNotFound", **commit)
-        etag = f'"{entry.get("lfs", entry)["oid"]}"'
-        headers = {**commit, "ETag": etag, "Accept-Ranges": "bytes"}
-        if "lfs" in entry:
-            headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": entry["size"]}
+        entry = repository.entries.get(path, {"type": "none"})
+        headers = {"X-Repo-Commit": repository.commit}
+        if entry["type"] != "file":
+            return self.fail(404, "EntryNotFound", **headers)
+        headers |= {"ETag": f'"{entry["oid"]}"', "Accept-Ranges": "bytes"}
         content, code = (repository.folder / path).read_bytes(), 200
         if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(part[1]), min(int(part[2] or len(content)), len(content) - 1)
