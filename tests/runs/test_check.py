@@ -86,7 +86,7 @@ def test_live_bar_on_a_terminal(tmp_path):
     """In a pseudo-terminal of 80 columns; test_output.py has the lines of a file."""
     skip_without("bsdutils", "script")
     work = f"--max_steps 30 --seq_length 64 --no_save --no_export --output_dir {tmp_path}"
-    command = f"stty cols 80; exec {sys.executable} {SCRIPT} {work}"
+    command = f"stty cols 80 rows 40; exec {sys.executable} {SCRIPT} {work}"
     done = subprocess.run(["script", "-qec", command, "/dev/null"], capture_output=True, text=True)
     shown = re.sub(r"\x1b\[[A-Z0-9]*", "", done.stdout).replace("\r", "\n")
     bars = re.findall(r"^Epoch 1 \d+/30 \|.*$", shown, re.MULTILINE)

@@ -6,7 +6,7 @@ In fp32; for bf16 see test_comparison.py.
 
 import pytest
 from conftest import STRATEGIES, assert_close, load_exported
-from memory_checks import assert_as_predicted
+from memory_checks import STATES
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -24,8 +24,11 @@ def test_two_ranks_with_accumulation_equal_one_process_in_fp32(fp32_run, referen
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_holds_what_is_predicted(fp32_run, strategy):
-    """test_memory_prediction.py compares the prediction with simulated ranks."""
-    assert_as_predicted(fp32_run(strategy).results["memory"], strategy, "fp32")
+    """test_memory_prediction.py compares the prediction with simulated ranks, and the peaks."""
+    memory = fp32_run(strategy).results["memory"]
+    held, predicted = memory["device_categories_bytes_by_rank"][0], memory["predicted_bytes"]
+    for kind in (*STATES, "activations", "logits"):
+        assert held[kind] == pytest.approx(predicted[kind], rel=0.02 if kind in STATES else 0.1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
