@@ -61,7 +61,7 @@ def pytest_configure():
 # that starts last leaves the other worker without work.
 FIRST = """
     slurm_jobs comparison checkpoint memory_prediction equality streaming machines any_strategy
-    models check attacks_processes own_data export lora
+    models check processes own_data export lora
     """.split()
 
 
