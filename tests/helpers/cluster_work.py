@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
-from conftest import PROJECT
+from conftest import PROJECT, SCRIPT
 
 # Global batch of 4 blocks on two ranks; 10 steps.
 WORK = [
@@ -64,3 +65,10 @@ def reached(process, text):
         if text in line:
             return
     pytest.fail(process.stderr.read())
+
+
+def ranks_of(launcher) -> list[psutil.Process]:
+    """The ranks that a launcher has started, by rank."""
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    ranks = [child for child in children if str(SCRIPT) in child.cmdline()]
+    return sorted(ranks, key=lambda child: int(child.environ()["RANK"]))

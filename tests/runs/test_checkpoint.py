@@ -12,9 +12,8 @@ import signal
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
-from cluster_work import reached, wait_for
+from cluster_work import ranks_of, reached, wait_for
 from conftest import (
     FAULT,
     PROJECT,
@@ -128,9 +127,7 @@ def stop_rank_1(text, *args, wait=0):
     process = start([*launcher_command("torchrun", 2), SCRIPT, *args])
     reached(process, text)
     time.sleep(wait)
-    children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child for child in children if str(SCRIPT) in child.cmdline()]
-    next(child for child in ranks if child.environ()["RANK"] == "1").send_signal(signal.SIGUSR1)
+    ranks_of(process)[1].send_signal(signal.SIGUSR1)
     finish(process, 40)
 
 
