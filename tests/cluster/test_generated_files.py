@@ -1,10 +1,13 @@
-"""Every file that scripts/distributed_setup.py generates trains."""
+"""The files that scripts/distributed_setup.py generates: they train, and no value is executed."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from cluster_work import WORK, setup
 from conftest import assert_close, finish, start
+from generated_scripts import LAUNCHER, SLURM
 
 OFFLOAD_ALL = ["--offload_optimizer", "--offload_param"]
 
@@ -13,13 +16,12 @@ OFFLOAD_ALL = ["--offload_optimizer", "--offload_param"]
     "args, strategy",
     [
         (["--zero_stage", "2", "--offload_optimizer", "--bf16"], "offload"),
-        (["--zero_stage", "3"], "zero3"),
         (["--zero_stage", "3", *OFFLOAD_ALL, "--nvme_path", "NVME"], "infinity"),
     ],
 )
-def test_deepspeed_file_is_valid_and_trains(script, tmp_path, args, strategy):
+def test_deepspeed_file_trains_with_the_batch_size_of_the_run(script, tmp_path, args, strategy):
     args = [str(tmp_path) if arg == "NVME" else arg for arg in args]
-    code, out = setup("deepspeed", *args, "--output", "config/ds_config.json", cwd=tmp_path)
+    code, out = setup("deepspeed", *args, cwd=tmp_path)
     assert code == 0, out
     precision = [] if "--bf16" in args else ["--precision", "fp32"]
     work = ["--seq_length", "32", "--max_steps", "2", "--no_eval", "--no_export", *precision]
@@ -95,12 +97,63 @@ def test_launcher_scripts_run(script, alone, run_file):
         (["deepspeed", "--bf16", "--fp16"], "--bf16 and --fp16"),
         (["deepspeed", "--zero_stage", "2", "--offload_param"], "--zero_stage 3"),
         (["deepspeed", "--zero_stag", "2"], "--zero_stag"),
-        (["launcher", "--config", "config.yaml", "--num_nodes", "2"], "--master_addr"),
-        (["slurm", "--config", "config.yaml", "--time_limit", "soon"], "HH:MM:SS"),
+        ([*LAUNCHER, "--num_nodes", "2"], "--master_addr"),
+        ([*SLURM, "--time_limit", "soon"], "HH:MM:SS"),
         (["launcher", "--config", "nothing.yaml"], "nothing.yaml"),
+        ([*SLURM[:1], "--config", "wrong.yaml"], "did you mean --learning_rate"),
         (["fsdp", "--sharding_strategy", "HALF_SHARD"], "FULL_SHARD"),
     ],
 )
-def test_generator_refuses(run_file, args, said):
-    code, out = setup(*args, cwd=run_file)
-    assert code == 2 and said in out
+def test_generator_refuses(generate, args, said):
+    Path("wrong.yaml").write_text("lerning_rate: 1")
+    run = generate(*args)
+    assert run.code == 2 and said in run.error and not Path("scripts").exists()
+
+
+# A flag that takes any text, and what the generated script starts.
+TARGETS = {
+    "master_addr": ([*LAUNCHER, "--num_nodes", "2", "--master_addr"], "torchrun"),
+    "output": ([*SLURM, "--output"], "srun"),
+    "config": (["launcher", "--config"], "torchrun"),
+    "venv": ([*SLURM, "--venv"], "srun"),
+    "account": ([*SLURM, "--requeue", "--account"], "srun"),
+}
+PAYLOADS = {
+    "line end": "x\ntouch executed",
+    "command substitution": "$(touch executed)",
+    "quotes": "'; touch executed; '",
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_value_is_executed(generate, stubs, tmp_path, target, payload):
+    """One line refuses it, or in bash the file does what it does with any other value."""
+    (flags, started), value = TARGETS[target], PAYLOADS[payload]
+    if target == "config":
+        Path(value).write_text("batch_size: 2\n")
+    if target == "venv":
+        (Path(value) / "bin").mkdir(parents=True)
+        (Path(value) / "bin" / "activate").write_text("true\n")
+    before = set(tmp_path.rglob("*"))
+    run = generate(*flags[:-1], f"{flags[-1]}={value}")
+    new = set(tmp_path.rglob("*")) - before
+    if run.code == 2:
+        assert run.error and not new
+        return
+    [written] = [path for path in new if path.is_file()]
+    for line in written.read_text().splitlines():
+        if line.startswith("#SBATCH"):
+            assert re.match(r"#SBATCH --[a-z-]+(=[^ ]+)?( +#.*)?$", line), line
+    stubs.run(["bash", written], cwd=tmp_path)
+    assert stubs.calls(started) and not list(tmp_path.rglob("executed"))
+
+
+@pytest.mark.parametrize("flags", [["fsdp"], LAUNCHER, SLURM], ids=["fsdp", "launcher", "slurm"])
+def test_an_existing_file_is_replaced_only_with_force(generate, flags):
+    assert generate(*flags).code == 0
+    [file] = [*Path("scripts").glob("*"), *Path("config").glob("*")]
+    assert bool(file.stat().st_mode & 0o100) == (flags != ["fsdp"])
+    file.write_text("edited")
+    assert generate(*flags).code == 2 and file.read_text() == "edited"
+    assert generate(*flags, "--force").code == 0 and file.read_text() != "edited"

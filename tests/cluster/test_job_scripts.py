@@ -1,0 +1,144 @@
+"""The files in slurm/ and compare_strategies.sh, in a real bash with stubs for the programs."""
+
+import re
+
+import pytest
+from conftest import PROJECT
+
+from support.cli.flags import RENAMED
+
+# How a run's folder is named, and the arguments that name it; "run.yaml" has output_dir: from the
+# run file.
+FOLDERS = {
+    "nothing names one": ("runs/train-7", []),
+    "the run file": ("from the run file", ["--config", "run.yaml"]),
+    "the command line before the run file": ("a$b", ["--config", "run.yaml", "--output_dir=a$b"]),
+}
+
+
+@pytest.fixture
+def requeue(stubs, tmp_path):
+    """requeue(folder, results, *args) runs slurm/train_requeue.slurm, whose ranks leave `results`
+    in a folder; returns whether the job was requeued.
+    """
+    (tmp_path / "run.yaml").write_text("training:\n  output_dir: from the run file\n")
+
+    def run(folder, results, *args):
+        leave = 'mkdir -p "$FOLDER"; printf "%s" "$RESULTS" > "$FOLDER/results.json"; exit 75'
+        stubs.write("srun", leave)
+        command = ["bash", PROJECT / "slurm" / "train_requeue.slurm", *args]
+        done = stubs.run(command, tmp_path, {"FOLDER": folder, "RESULTS": results})
+        assert done.code == 75 and "Traceback" not in done.err, done.out + done.err
+        return ["requeue", "7"] in stubs.calls("scontrol")
+
+    return run
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_run_that_was_stopped_is_requeued_wherever_it_writes(requeue, stubs, case):
+    folder, args = FOLDERS[case]
+    assert requeue(folder, '{\n  "status": "preempted"\n}', *args)
+    [call] = stubs.calls("srun")
+    assert call[call.index("--output_dir") + 1] == folder
+
+
+@pytest.mark.parametrize("left", ["", """{"status": "failed", "reason": "\\"preempted\\""}"""])
+def test_a_run_that_failed_is_not_requeued(requeue, left):
+    assert not requeue("out", left, "--output_dir=out")
+
+
+# What sbatch leaves in the environment, and the ranks on each node, their cores, and the GPUs of
+# the step.
+ALLOCATIONS = {
+    "one of four": ({"SLURM_GPUS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "1"}, 1, 4, 1),
+    "by job, with a type": ({"SLURM_GPUS": "a100:4"}, 2, 2, 2),
+    "none": ({"SLURM_GPUS_ON_NODE": None, "SLURM_NTASKS_PER_NODE": "2"}, 2, 2, 0),
+    "nodes with different cores": ({"SLURM_JOB_CPUS_PER_NODE": "16,2"}, 2, 1, 2),
+}
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("example", ["train_multi_node", "train_srun"])
+def test_a_job_uses_what_it_was_allocated(stubs, tmp_path, example, allocation):
+    env, ranks, cores, gpus = ALLOCATIONS[allocation]
+    stubs.write("srun", "env | grep ^SLURM_ > seen")
+    job = stubs.run(["bash", PROJECT / "slurm" / f"{example}.slurm"], tmp_path, env)
+    assert job.code == 0, job.err
+    [call] = stubs.calls("srun")
+    assert (f"--gres=gpu:{gpus}" in call) == (gpus > 0)
+    assert not re.search("GPUS_PER|TRES_PER", (tmp_path / "seen").read_text())
+    tasks = (2 * ranks, ranks, cores) if example == "train_srun" else (2, 1, ranks * cores)
+    names = ("ntasks", "ntasks-per-node", "cpus-per-task")
+    assert {f"--{name}={n}" for name, n in zip(names, tasks, strict=True)} <= set(call)
+    assert example == "train_srun" or f"--nproc_per_node={ranks}" in call
+
+
+REFUSED = {
+    "train_multi_node": ({"SLURM_GPUS": "3"}, "3 GPUs cannot be spread evenly over 2 nodes"),
+    "train_srun": ({"SLURM_JOB_CPUS_PER_NODE": "1(x2)"}, "2 ranks need 2 cores"),
+    "train_single_node": ({}, "one node, and the job has 2"),
+    "train_requeue": ({"TRAINING_PROJECT": "/tmp"}, "/tmp is not the project"),
+}
+
+
+@pytest.mark.parametrize("example", REFUSED)
+def test_a_job_that_cannot_run_as_it_was_submitted_is_refused(stubs, tmp_path, example):
+    env, says = REFUSED[example]
+    job = stubs.run(["bash", PROJECT / "slurm" / f"{example}.slurm"], tmp_path, env)
+    assert job.code == 2 and says in job.error and stubs.calls("srun") == []
+
+
+def test_the_project_is_found_from_any_folder(stubs, tmp_path):
+    """One with a module that has the name of Python's, and one with a space; a job of an array."""
+    (tmp_path / "json.py").write_text("raise SystemExit('imported from the working folder')\n")
+    (tmp_path / "my project").symlink_to(PROJECT)
+    command = f"   Command={tmp_path}/my project/slurm/x.slurm --dataset /elsewhere/x.slurm y.slurm"
+    (tmp_path / "record").write_text(f"{command}\n{command}\n")
+    stubs.write("scontrol", f"[[ $2 == hostnames ]] && echo n1 || cat '{tmp_path}/record'")
+    env = {"SLURM_JOB_CPUS_PER_NODE": "4"}
+    job = stubs.run(["bash", PROJECT / "slurm" / "train_requeue.slurm"], tmp_path, env)
+    assert job.code == 0 and "working folder" not in job.err, job.err
+    [call] = stubs.calls("srun")
+    assert f"{tmp_path}/my project/real_model_example.py" in call
+
+
+# ------------------------------------------------------------------------------------- the comparison
+
+
+@pytest.fixture
+def compare(stubs, tmp_path):
+    """compare(*args, env) runs compare_strategies.sh with a stub for Python."""
+    stubs.write(
+        "python",
+        """case "$*" in *matplotlib*) printf '0\\nfacts\\n' ;; *free_port*) echo 1 ;; esac""",
+    )
+
+    def run(*args, env=None):
+        defaults = {"STRATEGIES": "dp", "CONTROL": "0", "PYTHON": str(stubs.bin / "python")}
+        script = PROJECT / "compare_strategies.sh"
+        done = stubs.run(["bash", script, *args], tmp_path, defaults | (env or {}))
+        assert {path.name for path in tmp_path.iterdir()} <= {"comparison_runs"}
+        assert not list(tmp_path.rglob("executed"))
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize("model", ["""a "b" it's $(touch executed)""", "a\ntouch executed", "-x*"])
+def test_a_model_of_the_comparison_is_a_name(compare, stubs, model):
+    assert compare(model, f"--dataset={model}").code == 0
+    [call] = [call for call in stubs.calls("python") if "torch.distributed.run" in call]
+    assert call[call.index("--model") + 1] == model and f"--dataset={model}" in call
+
+
+def test_the_comparison_refuses_other_names_of_what_it_sets(compare, stubs):
+    names = [name for flag in ("model", "ds_config", "overwrite") for name in RENAMED[flag]]
+    for flag in ["--deepspeed=x", "--fsdp", "--prefetch", *(f"--{name}" for name in names)]:
+        run = compare("x", flag)
+        assert run.code == 2 and flag.partition("=")[0] in run.error
+
+
+def test_a_setting_of_the_comparison_is_not_executed(compare, stubs):
+    for name in ("NUM_GPUS", "REPEATS", "TIMEOUT", "CONTROL", "STRATEGIES"):
+        run = compare("x", env={name: "a[$(touch executed)]"})  # bash's arithmetic would
+        assert run.code == 2 and name in run.error and stubs.calls("python") == []
