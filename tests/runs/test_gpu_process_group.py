@@ -1,24 +1,21 @@
-"""The process group of ranks on GPUs, shown on a machine without one."""
+"""The process group and the loss scale of ranks on GPUs, shown on a machine without one."""
 
 import json
+import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import finish, start
 
+from support.cli.ds_config import ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
 from support.cluster import process_group
+from support.strategies import gradients
+from support.tables import GROWTH_INTERVAL
 
 GPU = torch.device("cuda", 0)
-
-
-def offloading(tmp_path: Path) -> list[str]:
-    """Arguments of FSDP that keeps parameters, gradients and optimizer states on the CPU."""
-    (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true}')
-    return ["--strategy", "fsdp", "--fsdp_config", str(tmp_path / "fsdp.json")]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +23,6 @@ def offloading(tmp_path: Path) -> list[str]:
     [
         ("zero2", 2, "2.13.0", True),
         ("infinity", 8, "2.6.0+cu124", True),
-        ("zero3", 2, "2.7.1", True),
         ("zero2", 2, "2.7.0+cu126", False),
         ("zero2", 1, "2.13.0", False),
         ("dp", 2, "2.13.0", False),
@@ -41,31 +37,63 @@ def test_group_that_deepspeed_clones_is_bound_to_the_gpu(
     assert options == {"backend": "nccl", **({"device_id": GPU} if bound else {})}
 
 
-def test_group_on_a_cpu(tmp_path):
-    args = parse_arguments(offloading(tmp_path))
-    ctx = SimpleNamespace(backend="gloo")
-    assert process_group.group_options(args, ctx) == {"backend": "gloo"}
-
-
-@pytest.mark.parametrize("offloads", [True, False])
-def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, preloaded, offloads):
-    """fp16 under FSDP with CPU offload. gloo stands for NCCL, and like it gets no tensors of the
-    host; without offload, where gradients are on the GPU, the group cannot reduce these.
-    """
-    args = parse_arguments(offloading(tmp_path) if offloads else ["--strategy", "fsdp"])
+def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, preloaded):
+    """fp16 under FSDP with CPU offload; gloo stands for NCCL."""
+    (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true}')
+    flags = ["--strategy", "fsdp", "--fsdp_config", str(tmp_path / "fsdp.json")]
     ctx = SimpleNamespace(backend="nccl", device=GPU, world_size=2)
-    backend = process_group.group_options(args, ctx)["backend"]
-    backend = {"nccl": "cuda:nccl"}.get(backend, backend).replace("nccl", "gloo")
+    backend = process_group.group_options(parse_arguments(flags), ctx)["backend"]
+    backend = {"nccl": "cuda:nccl"}.get(backend, backend)  # gloo alone would take all tensors
     program = [sys.executable, "-m", "tests.helpers.host_gradients"]
-    command = [*program, backend, tmp_path / "store"]
+    command = [*program, backend.replace("nccl", "gloo"), tmp_path / "store"]
     if preloaded:
         command = preloaded.replace(command)
     ranks = [start(command, env={"RANK": rank}) for rank in (0, 1)]
-    said = [finish(rank, 60) for rank in ranks]
-    if not offloads:
-        assert all("No backend type associated with device type cpu" in err for _, err in said)
-        return
-    for out, err in said:
+    for out, err in [finish(rank, 60) for rank in ranks]:
         assert out, err
         # Parts (3, 4) and (0, 12), scaled by 8, on either rank; then an infinite one on rank 1.
         assert json.loads(out) == {"norm": 13.0, "clipped": 1.0, "found_inf": [0.0, 1.0]}
+
+
+def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> list[float]:
+    """The loss scale after each step, of the scaler that the engine makes from our configuration."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+    from deepspeed.runtime.precision_config import get_float16_config
+
+    args = parse_arguments(["--strategy", strategy])
+    sizes = ModelSizes(256, 10**6, 10**5, tied=True)
+    config = complete_ds_config(args.ds_config_dict, "fp16", sizes, 2, "folder")
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
+    settings = get_float16_config(config)
+    dynamic = settings.dynamic_loss_scale_args()
+    scaler = CreateLossScaler(torch.half, settings.loss_scale, True, dynamic)
+    scales = []
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    return scales
+
+
+def scales_of_torch(overflows: list[bool]) -> list[float]:
+    cpu_run = SimpleNamespace(simulated=False, device=torch.device("cpu"))
+    scaler = gradients.loss_scaler(cpu_run, enabled=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler.scale(weight.detach())  # sets the scale
+    scales = []
+    for overflow in overflows:
+        weight.grad = torch.full((1,), math.inf if overflow else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_loss_scale_is_that_of_torch_at_every_step(strategy, monkeypatch):
+    """fp16: overflows at the start, in a row and apart, and at the step after the scale has grown."""
+    grows, calm = [False] * GROWTH_INTERVAL, [False] * 3
+    overflows = [True, True, *calm, True, *grows, True, *grows, *calm]
+    scales = scales_of_torch(overflows)
+    assert scales[0] == 2.0**15 and scales[-1] == 2.0**14  # 16 - 3 + 1 - 1 + 1
+    assert scales_of_deepspeed(overflows, strategy, monkeypatch) == scales
