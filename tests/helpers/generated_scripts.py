@@ -38,6 +38,14 @@ def generate(tmp_path, monkeypatch, capfd):
 LAUNCHER, SLURM = ["launcher", "--config", "config.yaml"], ["slurm", "--config", "config.yaml"]
 
 
+# Of a Slurm job with 2 nodes that have 2 GPUs and 4 cores each.
+JOB = {
+    **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_JOB_NODELIST": "n[1-2]"},
+    **{"SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"},
+    **{"SLURM_NTASKS_PER_NODE": "1", "VIRTUAL_ENV": "active"},
+}
+
+
 class Stubs:
     """Programs that record their arguments, environment and standard input, in a folder that is
     first on PATH.
@@ -64,28 +72,16 @@ class Stubs:
         ]
 
     def run(self, command: list, cwd: Path, env: dict | None = None) -> Run:
-        """Run a command; in the environment of a Slurm job with 2 nodes that have 2 GPUs and 4
-        cores each.
-        """
-        job = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_GPUS_ON_NODE": "2",
-            "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
-            "SLURM_NTASKS_PER_NODE": "1",
-            "VIRTUAL_ENV": "active",
-        }
-        whole = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        whole |= {**job, **(env or {}), "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
+        """Run a command in the environment of JOB; a variable that is None is left out."""
+        whole = {**os.environ, **JOB, **(env or {})}
+        whole["PATH"] = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             [str(part) for part in command],
             cwd=cwd,
-            env={k: v for k, v in whole.items() if v is not None},
+            env={name: value for name, value in whole.items() if value is not None},
             capture_output=True,
             text=True,
             timeout=60,
-            stdin=subprocess.DEVNULL,
         )
         return Run(done.returncode, done.stdout, done.stderr, 0, cwd)
 
@@ -102,11 +98,3 @@ def stubs(tmp_path_factory):
         esac""",
     )
     return found
-
-
-SECRETS = {
-    "HF_TOKEN": "hf_CANARYcanaryCANARYcanary1234",
-    "WANDB_API_KEY": "canary0123456789abcdef0123456789abcdef",
-    "HF_ENDPOINT": "http://user:canary@127.0.0.1:9",
-    "MY_PASSWORD": "canary's password",
-}

@@ -17,34 +17,19 @@ def test_console(run):
     lines = run.out.splitlines()
     wanted = [
         r"=== Distributed Setup ===",
-        r"Rank: 0/2",
-        r"Local Rank: 0",
         r"World Size: 2",
-        r"Backend: gloo",
-        r"GPU: none \(CPU\)",
         r"🚀 Fine-tuning tiny-gpt2 \(4\.3M parameters\)",
         r"📋 Strategy: DP",
-        r"⏳ Preparing the dataset pydocs",
-        r"⏳ Loading the model",
         r"✅ Model loaded: 4,339,200 parameters \(4\.3M\)",
         r"✅ Dataset ready: 44 samples",
-        r"⏳ Training: steps 1 to 22",
         r"Evaluation \| Loss: 8\.\d{4} \| Perplexity: \d+\.\d\d",
         r"Epoch 1 \| Batch 0/11 \| Loss: 8\.\d{4} \| LR: 5\.00e-04",
         r"Epoch 1 \| Batch 10/11 \| Loss: \d\.\d{4} \| LR: 2\.73e-04",
         r"Epoch 1/2 \| Average Loss: \d\.\d{4}",
         r"Evaluation .*",
-        r"Epoch 2 \| Batch 0/11 .*",
-        r"Epoch 2 \| Batch 10/11 .*",
         r"Epoch 2/2 \| Average Loss: \d\.\d{4}",
-        r"Evaluation .*",
         r"✅ Training Complete!",
-        r"Process Memory: \d+\.\d\d GB resident \| \d+\.\d\d GB peak",
-        r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| [\d,]+ tokens/sec/process "
-        r"\(first 5 of 22 steps left out\)",
-        r"🤗 .*/hf",
-        r"📁 .*/results.json",
-        r"📊 A page with its curves: python scripts/report.py .*",
+        r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| .* \(first 5 of 22 steps left out\)",
     ]
     remaining = iter(lines)  # each pattern matches a later line than the previous one
     for pattern in wanted:
@@ -91,6 +76,16 @@ def test_metrics_jsonl(run):
     evaluations = [record for record in run.metrics if "eval_loss" in record]
     assert [record["step"] for record in evaluations] == [0, 11, 22]
     assert evaluations[-1]["eval_loss"] == run.results["eval_loss"]
+
+
+def test_no_secret_is_printed_or_written(script, monkeypatch, capfd):
+    from support.errors import print_traceback
+
+    monkeypatch.setenv("HF_TOKEN", "hf_CANARYcanaryCANARYcanary")
+    print_traceback(ValueError("the token is hf_CANARYcanaryCANARYcanary"))
+    err = capfd.readouterr().err
+    run = script("--model", "http://user:canary@host/x", "--print_config")
+    assert "ValueError" in err and "canary" not in (run.out + run.err + err).lower()
 
 
 def test_default_output_dir_is_new_for_each_run(begin, tmp_path):
