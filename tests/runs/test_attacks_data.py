@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from copy import copy
@@ -40,13 +41,10 @@ def items(path):
     """What a file or folder holds: its texts, and its bad rows (also that it cannot be read)."""
     texts, bad = [], []
     try:
-        for _, row in open_source(str(path), parse_arguments([]), RowOptions()).splits["train"](
-            None
-        ):
-            if isinstance(row, Row):
-                texts.append("".join(row.pieces))
-            else:
-                bad.append(str(row))
+        source = open_source(str(path), parse_arguments([]), RowOptions())
+        for _, row in source.splits["train"](None):
+            is_good = isinstance(row, Row)
+            (texts if is_good else bad).append("".join(row.pieces) if is_good else str(row))
     except UserError as error:
         bad.append(str(error))
     return texts, bad
@@ -55,15 +53,8 @@ def items(path):
 # ---------------------------------------------------------------------------------- the token cache
 
 
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGE = {
-    "a flipped bit in the tokens": lambda folder: flip(folder / "train.bin", 100),
-    "half of the tokens": lambda folder: os.truncate(folder / "train.bin", 100),
+    "other tokens": lambda folder: (folder / "train.bin").write_bytes(bytes(5000)),
     "no tokens": lambda folder: (folder / "train.bin").unlink(),
     "half of meta.json": lambda folder: os.truncate(folder / META, 50),
 }
@@ -83,47 +74,39 @@ def test_a_damaged_cache_is_written_again(tokenizer, tmp_path, damage, capsys):
     assert str(folder) in said and "damaged" in said
 
 
-def test_a_cache_that_another_run_writes_at_the_same_time(tokenizer, tmp_path):
+def write(folder: Path) -> dict:
+    (folder / "x.bin").write_bytes(b"tokens")
+    return {"n": 1}
+
+
+def test_a_cache_that_another_run_writes_at_the_same_time(tmp_path):
     """Both write; the first to finish gives the folder its name, and the other one uses it."""
-    facts, cache = {"n": 1}, Cache(tmp_path)
 
-    def write(folder, depth=[]):  # noqa: B006 (the second call comes from within the first)
-        (folder / "x.bin").write_bytes(b"tokens")
-        if not depth:
-            depth.append(1)
-            Cache(tmp_path).get("name", write)
-        return facts
+    def write_later(folder):
+        Cache(tmp_path).get("name", write)
+        return write(folder)
 
-    assert cache.get("name", write) == (tmp_path / "name", facts) == cache.get("name", None)
+    assert Cache(tmp_path).get("name", write_later) == (tmp_path / "name", {"n": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-from support.files.cache import Cache
-def write(folder):
-    (folder / "x.bin").write_bytes(b"half")
-    print("writing", flush=True)
-    time.sleep(60)
-Cache(Path(sys.argv[1])).get("name", write)
-"""
+def test_a_run_that_is_killed_while_it_writes_the_cache(tmp_path):
+    program = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from support.files.cache import Cache
 
+        def write(folder):
+            (folder / "x.bin").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def test_a_run_that_is_killed_while_it_writes_the_cache(tmp_path, capsys):
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, tmp_path], cwd=PROJECT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "writing\n"
-    process.kill()
-    process.communicate()
-    folder, facts = Cache(tmp_path).get(
-        "name", lambda to: (to / "x.bin").write_bytes(b"tokens") and {"n": 1}
-    )
+        Cache(Path(sys.argv[1])).get("name", write)
+    """
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=PROJECT)
+    assert killed.returncode == -signal.SIGKILL and any(tmp_path.iterdir())
+    folder, facts = Cache(tmp_path).get("name", write)
     assert (folder / "x.bin").read_bytes() == b"tokens" and facts == {"n": 1}
-    assert not capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == [
-        "name"
-    ]  # nothing of the killed run is left
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]  # nothing else is left
 
 
 def test_a_cache_that_cannot_be_written(tokenizer, tmp_path, monkeypatch):
@@ -143,23 +126,14 @@ DEEP = "[" * 100_000 + "]" * 100_000
 # A file's name and content; how many texts it has; and, for each bad row, words of its line.
 FILES = {
     "deep row": ("a.jsonl", f'{FINE}\n{{"text": {DEEP}}}\n{FINE}\n', 2, ["line 2: .*recursion"]),
-    "huge number": ("a.jsonl", f'{{"text": "x", "id": {"7" * 5000}}}\n', 0, ["4300 digits"]),
     "list as text": ("a.jsonl", f'{{"text": [1]}}\n{FINE}\n', 1, ["line 1: .*not a text"]),
-    "half a surrogate pair": ("a.jsonl", '{"text": "\\ud800"}\n', 0, ["line 1: .*not UTF-8"]),
     "a byte-order mark": ("a.jsonl", "\ufeff" + FINE, 1, []),
-    "Windows line ends in a table": ("a.csv", 'text\r\n"a\r\nb"\r\nfine\r\n', 2, []),
-    "commas": ("a.csv", 'id,text\n1,not quoted, so cut\n2,"a, b"\n3\n', 1, ["line 2", "line 4"]),
-    "mixed encodings": (
-        "a.jsonl",
-        FINE.encode() + b'\n{"text": "caf\xe9"}\n{"text": "caf\xc3\xa9"}\n',
-        2,
-        ["line 2: .*UTF-8"],
-    ),
+    "commas": ("a.csv", 'id,text\r\n1,not quoted, so cut\n2,"a,\nb"\n3\n', 1, ["line 2", "line 5"]),
+    "Latin-1 row": ("a.jsonl", FINE.encode() + b'\n{"text": "caf\xe9"}\n', 1, ["line 2: .*UTF-8"]),
     "UTF-16 text": ("a.txt", TEXT.encode("utf-16"), 1, []),
     "Latin-1 text": ("a.txt", b"caf\xe9 " * 9, 0, ["a.txt is not UTF-8 text.*iconv"]),
     "gzip": ("a.jsonl.gz", gzip.compress(f"{FINE}\n{FINE}".encode()), 2, []),
     "cut gzip": ("a.txt.gz", gzip.compress(TEXT.encode())[:-20], 0, ["cannot be read"]),
-    "gzip without its suffix": ("a.txt", gzip.compress(TEXT.encode()), 0, ["unpack"]),
     "several lists": ("a.json", f'{{"train": [{FINE}], "test": []}}', 0, ["but train, test"]),
     "an end that is missing": ("a.json", f"[{FINE},\n {FINE}", 0, ["a.json: .*line 2 column"]),
     "strings": ("a.json", '["one", "two", 3]', 2, ["entry 3: neither"]),
@@ -175,18 +149,12 @@ def test_what_a_file_may_hold(tmp_path, name, content, texts, bad):
         assert re.search(words, line) and name in line and len(line) < 1000 and "\n" not in line
 
 
-@pytest.mark.parametrize(
-    "name, content, said",
-    [
-        ("a.txt", b"x" * 100_000 + b"\xe9", "a.txt is not UTF-8 text.*--include"),
-        ("a.csv", b'text\nfine\n"never closed\nand more\n', "a.csv cannot be read"),
-        ("a.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "a.parquet cannot be read"),
-    ],
-)
-def test_a_file_whose_rest_cannot_be_read_ends_the_run(tokenizer, tmp_path, name, content, said):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=said):
-        tokenized(tmp_path / name, tokenizer, tmp_path / "cache", bad=9)
+def test_a_file_whose_rest_cannot_be_read_ends_the_run(tokenizer, tmp_path):
+    broken = {"a.csv": b'text\nfine\n"never closed\nand more\n', "a.parquet": b"PAR1" * 30}
+    for name, content in broken.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} cannot be read"):
+            tokenized(tmp_path / name, tokenizer, tmp_path / "cache", bad=9)
 
 
 def test_what_a_parquet_file_may_hold(tmp_path):
@@ -229,7 +197,6 @@ def test_a_file_of_another_type_in_a_folder_of_texts(tokenizer, tmp_path):
 # ----------------------------------------------------------------------------------- chat templates
 
 TEMPLATES = {  # a template, whether it ends the run or is a bad row, and what is said
-    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", False, "recu"),
     "Python's insides": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", False, "unsafe|undef"),
     "a file": ("{% include '/etc/passwd' %}", False, "refuses it"),
     "an exception of its own": ("{{ raise_exception('two\nlines') }}", False, "refuses it: two"),
@@ -241,12 +208,11 @@ TEMPLATES = {  # a template, whether it ends the run or is a bad row, and what i
 def test_a_chat_template_that_fails(tokenizer, template, ends, said):
     """Nothing in it is executed outside of the sandbox, and no file is read."""
     wrong = copy(tokenizer)
-    row = Row("chat.jsonl, line 7", "chat", messages=[{"role": "assistant", "content": "Yes."}])
     wrong.chat_template = template
-    try:
-        found = encode_example(Encoder(wrong), row)
-    except UserError as error:
-        assert ends, error
-        found = error
-    assert isinstance(found, UserError) and re.search(said, str(found)), found
-    assert (ends or "chat.jsonl, line 7" in str(found)) and "\n" not in str(found)
+    row = Row("chat.jsonl, line 7", "chat", messages=[{"role": "assistant", "content": "Yes."}])
+    if ends:
+        with pytest.raises(UserError, match=said):
+            encode_example(Encoder(wrong), row)
+        return
+    bad = str(encode_example(Encoder(wrong), row))
+    assert re.search(said, bad) and "chat.jsonl, line 7" in bad and "\n" not in bad

@@ -4,8 +4,8 @@ import json
 import signal
 import time
 
-import psutil
 import pytest
+from cluster_work import ranks_of, reached
 from conftest import FAULT, SCRIPT, descendants_of_test, finish, launcher_command, start
 
 WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
@@ -13,20 +13,12 @@ WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy, rank, launcher",
-    [
-        ("fsdp", 0, "torchrun"),
-        ("zero2", 1, "deepspeed"),
-        # Without --kill-on-bad-exit Slurm itself lets the other ranks wait.
-        pytest.param("dp", 1, "srun", marks=pytest.mark.soak),
-    ],
+    "strategy, rank, launcher", [("fsdp", 0, "torchrun"), ("zero2", 1, "deepspeed")]
 )
-def test_crash_of_one_rank_ends_all(request, tmp_path, strategy, rank, launcher):
-    if launcher == "srun":
-        request.getfixturevalue("slurm")
-    command = [part for part in launcher_command(launcher, 2) if not part.startswith("--kill")]
+def test_crash_of_one_rank_ends_all(tmp_path, strategy, rank, launcher):
     flags = [*WORK, "--strategy", strategy, "--output_dir", tmp_path / "out"]
-    process = start([*command, FAULT, *flags], env={"FAULT": f"crash:{rank}:3"})
+    command = [*launcher_command(launcher, 2), FAULT, *flags]
+    process = start(command, env={"FAULT": f"crash:{rank}:3"})
     said = "".join(finish(process, 60))
     [line] = [line for line in said.splitlines() if "❌" in line]
     assert process.returncode != 0
@@ -40,15 +32,8 @@ def test_killed_rank_ends_all_within_30_seconds(tmp_path):
     process = start(
         [*launcher_command("torchrun", 2), SCRIPT, *WORK, "--output_dir", tmp_path / "out"]
     )
-    while "Epoch 1" not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
-    ranks = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if str(SCRIPT) in child.cmdline()
-    ]
-    victim = next(child for child in ranks if child.environ()["RANK"] == "1")
-    victim.send_signal(signal.SIGKILL)
+    reached(process, "Epoch 1")
+    ranks_of(process)[1].kill()
     killed = time.monotonic()
     _, err = finish(process, 40)
     assert process.returncode != 0
@@ -78,17 +63,14 @@ def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(scrip
     )
     assert run.code == 1 and "gradient" in run.error
     assert run.results["status"] == "failed" and len(run.losses) == 2
-    assert sorted(path.name for path in (run.folder / "checkpoints").glob("step-*")) == [
-        "step-00000001",
-        "step-00000002",
-    ]
+    saved = sorted(path.name for path in (run.folder / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000001", "step-00000002"]
 
 
 def stopped(begin, *flags) -> tuple[int, str]:
     """Send SIGTERM to a run that trains; return its exit code and its errors."""
     process = begin([*launcher_command("python", 1), SCRIPT, *WORK, *flags])
-    while "Epoch 1" not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
+    reached(process, "Epoch 1")
     process.send_signal(signal.SIGTERM)
     _, err = finish(process, 30)
     return process.returncode, err

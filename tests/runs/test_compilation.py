@@ -1,0 +1,67 @@
+"""DeepSpeed's ops are compiled once, whatever happens to the process that compiles them.
+
+The compiler is a stub that compiles a trivial module in place of DeepSpeed's sources.
+"""
+
+import sys
+
+import pytest
+from cluster_work import wait_for
+from conftest import PROJECT, finish, path_without, start
+
+from support.strategies import ops
+from support.tables import STRATEGIES
+
+pytestmark = pytest.mark.slow
+
+MODULE = """
+#include <Python.h>
+#define NAME2(name) PyInit_##name
+#define NAME(name) NAME2(name)
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "op", nullptr, -1, nullptr};
+extern "C" PyObject* NAME(TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition); }
+"""
+# Writes a line for each file that it compiles, and is slow as long as there is a file "slow".
+COMPILER = """#!/bin/bash
+cd {folder}
+if [[ " $* " == *" -c "* ]]; then
+    echo $$ >> compiled
+    [[ -e slow ]] && sleep 20
+    exec /usr/bin/c++ "${{@/%*.cpp/{folder}/module.cpp}}" -O0
+fi
+exec /usr/bin/c++ -Wl,--allow-multiple-definition "$@"
+"""
+
+
+def test_ops_are_compiled_once_also_after_a_compilation_was_killed(tmp_path, request):
+    (tmp_path / "module.cpp").write_text(MODULE)
+    compiler, compiled = tmp_path / "c++", tmp_path / "compiled"
+    compiler.write_text(COMPILER.format(folder=tmp_path))
+    compiler.chmod(0o755)
+    env = {"TORCH_EXTENSIONS_DIR": tmp_path / "extensions", "CXX": compiler}
+    command = [sys.executable, PROJECT / "scripts" / "build_ops.py", "offload"]
+    (tmp_path / "slow").touch()
+    first = start(command, env)
+    request.addfinalizer(first.kill)
+    wait_for(compiled.exists, 90, "nothing is compiled")
+    first.kill()
+    first.communicate(timeout=30)
+    (tmp_path / "slow").unlink()
+    out, err = finish(start(command, env), 120)
+    assert "cpu_adam: compiled in" in out, out + err
+    [folder] = (tmp_path / "extensions").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"cpu_adam.so", ".lock"}
+    before = compiled.read_text()
+    out, _ = finish(start(command, env), 60)
+    assert "cpu_adam: already compiled" in out and compiled.read_text() == before
+
+
+def test_a_compiled_op_needs_no_compiler(script, tmp_path):
+    """As on the compute nodes of a cluster, after make ops on the login node."""
+    ops.build(ops.needed_ops(STRATEGIES["offload"]), print, False)
+    env = {
+        "PATH": path_without(tmp_path, "c++", "g++", "gcc", "cc", "clang", "ninja"),
+        "CXX": "none",
+    }
+    run = script("--strategy", "offload", "--max_steps", "2", "--no_eval", "--no_export", env=env)
+    assert len(run.losses) == 2
