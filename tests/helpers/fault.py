@@ -34,9 +34,9 @@ SCRIPT = Path(
 )
 
 
-def break_steps(action) -> None:
-    """Call action(n) as the n-th micro-batch is read, counting from 1; reading is one step ahead of
-    training.
+def break_steps(step: int, action, rank: int | None = None) -> None:
+    """Call action() as a rank (or each) reads its `step`-th micro-batch, counting from 1; reading
+    is one step ahead of training.
     """
     from support.data import batches as data
 
@@ -45,43 +45,59 @@ def break_steps(action) -> None:
     def broken(file, indices, rows):
         served[0] += 1
         micro_batch = fill_up(file, indices, rows)
-        action(served[0])
+        if served[0] == step and rank in (None, int(os.environ["RANK"])):
+            action()
         return micro_batch
 
     data.fill_up = broken
 
 
-def let_the_live_model_speak(file: str) -> None:
+def wrap(owner, name: str, wrapped) -> None:
+    """Replace a function by wrapped(number, original, *args): number counts its calls from 1."""
+    original, calls = getattr(owner, name), [0]
+
+    def replacement(*args, **kwargs):
+        calls[0] += 1
+        return wrapped(calls[0], original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+
+def crash() -> None:
+    raise RuntimeError("a planted crash")
+
+
+def hang() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1_000_000)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def use_all_memory() -> None:
+    import resource
+
     import torch
 
-    from support.model import export
-
-    write = export.export_model
-
-    def speak_and_write(trained, *args):
-        trained.model.eval()
-        with torch.no_grad():
-            logits = trained.model(input_ids=torch.arange(32)[None], use_cache=False).logits
-        if os.environ["RANK"] == "0":
-            torch.save(logits.clone(), file)
-        return write(trained, *args)
-
-    export.export_model = speak_and_write
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.empty(2**28)
 
 
-def main() -> None:
-    kind, *values = os.environ["FAULT"].split(":")
-    sys.argv[0], sys.path[0] = str(SCRIPT), str(SCRIPT.parent)  # as if Python had started SCRIPT
+def plant(kind: str, values: list[str]) -> None:
     import torch
 
-    if kind == "crash":
-        rank, step = map(int, values)
-
-        def crash(now):
-            if now == step and int(os.environ["RANK"]) == rank:
-                raise RuntimeError("a planted crash")
-
-        break_steps(crash)
+    if kind in ("crash", "hang", "kill"):
+        action = {"crash": crash, "hang": hang, "kill": kill}[kind]
+        break_steps(int(values[1]), action, rank=int(values[0]))
+    elif kind == "oom":
+        break_steps(int(values[0]), use_all_memory)
+    elif kind == "unordered":
+        put = lambda: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # noqa: E731
+        break_steps(int(values[0]), put)
     elif kind == "skip":
         import torch.distributed as dist
 
@@ -97,118 +113,78 @@ def main() -> None:
     elif kind == "nan":
         from support.model import loss
 
-        compute, calls = loss.OutputLayer._loss, [0]
+        def not_a_number(number, compute, *inputs):
+            return compute(*inputs) * (float("nan") if number == int(values[0]) else 1)
 
-        def not_a_number(layer, *inputs):
-            calls[0] += 1
-            return compute(layer, *inputs) * (float("nan") if calls[0] == int(values[0]) else 1)
-
-        loss.OutputLayer._loss = not_a_number
+        wrap(loss.OutputLayer, "_loss", not_a_number)
     elif kind == "infinite":
         from support.model import loss
 
-        compute, calls = loss._loss_and_gradients, [0]
-
-        def overflow(*args, **kwargs):
-            calls[0] += 1
+        def overflow(number, compute, *args, **kwargs):
             found, parts = compute(*args, **kwargs)
-            if calls[0] == int(values[0]):
+            if number == int(values[0]):
                 parts[1][0, 0] = float("inf")
             return found, parts
 
-        loss._loss_and_gradients = overflow
+        wrap(loss, "_loss_and_gradients", overflow)
     elif kind == "in_backward":
         from support.model import loss
 
         loss.COMPUTED_IN_BACKWARD = (torch.float32,)
-    elif kind == "unordered":
-
-        def put(now):
-            if now == int(values[0]):
-                torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
-
-        break_steps(put)
-    elif kind == "hang":
-        rank, step = map(int, values)
-
-        def hang(now):
-            if now == step and int(os.environ["RANK"]) == rank:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                time.sleep(1_000_000)
-
-        break_steps(hang)
-    elif kind == "kill":
-        rank, step = map(int, values)
-
-        def kill(now):
-            if now == step and int(os.environ["RANK"]) == rank:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        break_steps(kill)
-    elif kind == "oom":
-        import resource
-
-        def use_all(now):
-            if now == int(values[0]):
-                pages = int(Path("/proc/self/statm").read_text().split()[0])
-                limit = pages * resource.getpagesize() + 2**20
-                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-                torch.empty(2**28)
-
-        break_steps(use_all)
     elif kind == "oom_above":
         from support.data import batches as data
 
-        fill_up = data.fill_up
-
-        def run_out(file, indices, rows):
+        def run_out(number, fill_up, file, indices, rows):
             if rows > int(values[1]) and os.environ["RANK"] == values[0]:
                 raise torch.OutOfMemoryError("CUDA out of memory. Planted")
             return fill_up(file, indices, rows)
 
-        data.fill_up = run_out
+        wrap(data, "fill_up", run_out)
     elif kind == "kill_saving":
         from support.checkpoints import format as checkpoint_format
         from support.checkpoints import saving as tensors
 
-        module, name = {
-            "tensors": (tensors, "save_file"),
-            "manifest": (checkpoint_format, "write_text"),
-        }[values[0]]
-        write, calls = getattr(module, name), [0]
+        calls = [0]
 
-        def killed(*args):
+        def killed(number, write, *args):
             calls[0] += values[0] == "tensors" or args[0].name == "manifest.json"
             if calls[0] == int(values[1]):
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill()
             write(*args)
 
-        setattr(module, name, killed)
+        owner = tensors if values[0] == "tensors" else checkpoint_format
+        wrap(owner, "save_file" if values[0] == "tensors" else "write_text", killed)
     elif kind == "full_disk":
         from support.checkpoints import saving as tensors
 
-        save_file, written = tensors.save_file, [0]
-
-        def save(*args):
-            written[0] += 1
-            if os.environ["RANK"] == values[0] and written[0] == int(values[1]):
+        def save(number, save_file, *args):
+            if os.environ["RANK"] == values[0] and number == int(values[1]):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             save_file(*args)
 
-        tensors.save_file = save
+        wrap(tensors, "save_file", save)
     elif kind == "logits":
-        let_the_live_model_speak(":".join(values))
+        from support.model import export
+
+        def speak_and_write(number, write, trained, *args):
+            trained.model.eval()
+            with torch.no_grad():
+                logits = trained.model(input_ids=torch.arange(32)[None], use_cache=False).logits
+            if os.environ["RANK"] == "0":
+                torch.save(logits.clone(), ":".join(values))
+            return write(trained, *args)
+
+        wrap(export, "export_model", speak_and_write)
     elif kind == "own_means":
-        from support.model.loss import LossMixin
+        from support.model import loss
+        from support.units import IGNORED
 
-        forward = LossMixin.forward
+        def mean_of_means(number, compute_loss, model, inputs, labels, divisor, positions):
+            if len(inputs) == 1:  # of eight micro-batches
+                divisor = 8 * (labels[:, 1:] != IGNORED).sum()
+            return compute_loss(model, inputs, labels, divisor, positions)
 
-        def mean_of_means(model, inputs=None, targets=None, tokens=None, **options):
-            if targets is not None and len(inputs) == 1:  # of eight micro-batches
-                tokens = 8 * (targets >= 0).sum()
-            return forward(model, inputs, targets, tokens, **options)
-
-        LossMixin.forward = mean_of_means
+        wrap(loss, "next_token_loss", mean_of_means)
     elif kind == "prove":
         from support.commands import prove
 
@@ -217,8 +193,10 @@ def main() -> None:
     elif kind == "gpus":
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: int(values[0])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    kind, *values = os.environ["FAULT"].split(":")
+    sys.argv[0], sys.path[0] = str(SCRIPT), str(SCRIPT.parent)  # as if Python had started SCRIPT
+    plant(kind, values)
+    runpy.run_path(str(SCRIPT), run_name="__main__")

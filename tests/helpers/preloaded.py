@@ -2,18 +2,16 @@
 
 Most of the time of a test that runs the script is spent importing libraries. A server imports them
 once per pytest worker and forks a child for every start. `Preloaded.python` takes the place of the
-interpreter. It is a small program (preloaded_client.py) that sends its arguments, environment,
-folder and standard streams to the server (preloaded_server.py). The child that the server forks
-takes them over and runs the program as `__main__`. The client forwards signals to the child and
-exits as the child does; if it is killed, so is the child.
+interpreter: a small program (preloaded_client.py) that sends its arguments, environment, folder and
+standard streams to the server (preloaded_server.py). The child takes them over and runs the program
+as `__main__`. The client forwards signals to it and exits as it does.
 
-What a real start does, and how the child does it:
+Libraries read environment variables while they are imported: the client starts the real interpreter
+if a variable differs from the server's, except those of RUN_TIME. The program sets some itself, so
+`sys.modules` lacks the libraries until the program first imports one of them.
 
-- Libraries read environment variables while they are imported. The client starts the real
-  interpreter if a variable differs from the server's, except those of RUN_TIME. The program sets
-  some itself, so `sys.modules` lacks the libraries until the program first imports one of them.
-- A string's hash differs from process to process. Ranks with an odd LOCAL_RANK come from a second
-  server, so that an order that depends on hashes differs between neighboring ranks here, too.
+A string's hash differs from process to process. Ranks with an odd LOCAL_RANK come from a second
+server, so that an order that depends on hashes differs between neighboring ranks here, too.
 
 The child's parent, its /proc/PID, resource limits and namespaces are those of the server: tests
 that concern these, launchers, SIGSTOP, or the start itself use the real interpreter.
@@ -51,13 +49,11 @@ class Preloaded:
 
     def replace(self, command: list) -> list:
         """The command under the preloaded interpreter, if it starts with python or torchrun."""
-        if command[0] not in (sys.executable, "torchrun"):
-            return command
+        if command[0] == "torchrun":
+            self.for_torchrun()
+            return [self.python, Path(sys.executable).with_name("torchrun"), *command[1:]]
         self.wait()
-        if command[0] == sys.executable:
-            return [self.python, *command[1:]]
-        self.for_torchrun()
-        return [self.python, Path(sys.executable).with_name("torchrun"), *command[1:]]
+        return [self.python, *command[1:]] if command[0] == sys.executable else command
 
     def for_torchrun(self) -> dict:
         """The variable that names this interpreter to torchrun; the ranks need both servers."""

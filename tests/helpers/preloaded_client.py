@@ -53,11 +53,12 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     values = {"program": program, "environment": dict(os.environb), "folder": os.getcwd()}
     request = marshal.dumps(values)
-    for number in HANDLED:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: connection.send(bytes([number])))
     socket.send_fds(connection, [len(request).to_bytes(8, "little")], [0, 1, 2])
     connection.sendall(request)
+    child = int.from_bytes(connection.recv(4), "little")
+    for number in HANDLED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: os.kill(child, number))
     os.closerange(0, 3)  # a pipe is at its end when the child has ended
     code = int.from_bytes(connection.recv(4), "little", signed=True)
     if code < 0:

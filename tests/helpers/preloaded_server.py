@@ -43,16 +43,6 @@ PRELOAD = """
 READ_HF = ("huggingface_hub", "transformers", "peft", "accelerate", "datasets")
 
 
-class CurrentStream:
-    """sys.stdout or sys.stderr for a module that keeps the stream of its import."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __getattr__(self, attribute):
-        return getattr(getattr(sys, self._name), attribute)
-
-
 def preload() -> tuple[dict[str, types.ModuleType], dict[str, str]]:
     """Import the libraries as a run does, and take them out of sys.modules.
 
@@ -61,13 +51,12 @@ def preload() -> tuple[dict[str, types.ModuleType], dict[str, str]]:
     """
     before, environment, path = set(sys.modules), dict(os.environ), list(sys.path)
     os.environ.update(SET_BY_THE_PROGRAM)
-    values, streams = dict(os.environ), (sys.stdout, sys.stderr)
+    values = dict(os.environ)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's import would start a thread for each core
-    sys.stdout, sys.stderr = CurrentStream("__stdout__"), CurrentStream("__stderr__")
     for name in PRELOAD:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    (sys.stdout, sys.stderr), sys.path[:] = streams, path
+    sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
     added = set(sys.modules) - before
@@ -107,8 +96,8 @@ def die_with_parent() -> None:
 def serve(path: str) -> dict:
     """Fork a child for every request, and return the request in it.
 
-    A keeper between server and child passes signals on and reports the exit code. It ends with the
-    server and with its client, and the child ends with the keeper.
+    A keeper between server and child reports the exit code. It ends with the server and with its
+    client, and the child ends with the keeper.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
@@ -142,21 +131,11 @@ def keep(client: socket.socket) -> dict:
     for number in (0, *streams):
         os.close(number)
     child = os.pidfd_open(pid)
-    while True:
-        ready, _, _ = select.select([client, child], [], [])
-        if child in ready:
-            break
-        try:
-            numbers = client.recv(64)
-        except ConnectionError:
-            numbers = b""
-        if not numbers:  # the client was killed
-            os._exit(0)
-        for number in numbers:
-            os.kill(pid, number)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):  # the client was killed
-        client.sendall(code.to_bytes(4, "little", signed=True))
+        client.sendall(pid.to_bytes(4, "little"))
+        if child in select.select([client, child], [], [])[0]:
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            client.sendall(code.to_bytes(4, "little", signed=True))
     os._exit(0)
 
 
