@@ -102,7 +102,7 @@ def test_the_project_is_found_from_any_folder(stubs, tmp_path):
     assert f"{tmp_path}/my project/real_model_example.py" in call
 
 
-# ------------------------------------------------------------------------------------- the comparison
+# ------------------------------------------------------------------------------------ the comparison
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from conftest import STRATEGIES
 pytestmark = pytest.mark.slow
 
 WORK = ["--seq_length", "32", "--num_samples", "8", "--batch_size", "2", "--eval_samples", "3"]
-LAUNCHERS = ["python", "torchrun", "deepspeed", "accelerate", "srun"]
 
 
 def check(run, strategy, ranks):
@@ -38,20 +37,9 @@ def test_launcher(script, launcher, ranks, strategy):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "launcher, ranks",
-    [("python", 1), *((name, ranks) for name in LAUNCHERS[1:] for ranks in (1, 2))],
-)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate", "srun"])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_every_strategy_under_every_launcher(script, request, launcher, ranks, strategy):
     if launcher == "srun":
         request.getfixturevalue("slurm")
     check(script(*WORK, "--strategy", strategy, launcher=launcher, ranks=ranks), strategy, ranks)
-
-
-@pytest.mark.soak
-def test_twenty_zero3_runs_end_with_exit_code_0(script):
-    codes = [
-        script(*WORK, "--strategy", "zero3", launcher="torchrun", ranks=2, ok=False).code
-        for _ in range(20)
-    ]
-    assert codes == [0] * 20

@@ -1,14 +1,12 @@
 """Several hosts without Slurm: torchrun on each of them."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from cluster_work import WORK, reached
 from conftest import PROJECT, SCRIPT, descendants_of_test, finish, start
@@ -53,26 +51,17 @@ def errors(said):
     return [line for _, text in said.values() for line in text.splitlines() if "❌" in line]
 
 
-def steps_of(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in lines]
-
-
 def kill_machine(name, only_ranks=False):
     """Everything that trains there at once, as when the power goes; or the rank and not its
     launcher.
     """
-    for process in psutil.process_iter(["environ", "cmdline"]):
-        command = " ".join(process.info["cmdline"] or [])
-        mine = (process.info["environ"] or {}).get("HF_HOME") == os.environ["HF_HOME"]
+    for process in descendants_of_test():
+        command = " ".join(process.cmdline())
         spared = "nsenter" in command or (only_ranks and "torchrun" in command)
-        if mine and SCRIPT.name in command and not spared and host_of(process) == name:
+        where = ["nsenter", f"--target={process.pid}", "--uts", "hostname"]
+        host = subprocess.run(where, capture_output=True, text=True).stdout.strip()
+        if not spared and host == name:
             process.kill()
-
-
-def host_of(process):
-    command = ["nsenter", f"--target={process.pid}", "--uts", "hostname"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def test_a_machine_that_is_lost_ends_the_others(machines, tmp_path):
@@ -81,10 +70,8 @@ def test_a_machine_that_is_lost_ends_the_others(machines, tmp_path):
     kill_machine("node3")
     said = ends(processes, 60)
     assert all(code != 0 for code, _ in said.values())
-    assert any(
-        "Rank 2 ended without reporting an error" in line or "onnection" in line
-        for line in errors(said)
-    ), said
+    causes = ("Rank 2 ended without reporting an error", "onnection")
+    assert any(cause in line for cause in causes for line in errors(said)), said
     assert descendants_of_test() == []
 
 
@@ -96,9 +83,15 @@ def test_an_elastic_run_outlives_a_machine(machines, tmp_path):
     said = ends({name: processes[name] for name in ("node1", "node2")}, 150)
     finish(processes["node3"], 30)
     assert "Resumed from" in said["node1"][1] + said["node2"][1], said
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert (results["status"], results["world_size"], results["steps"]) == ("completed", 2, 60)
-    assert steps_of(tmp_path) == list(range(1, 61))
+    check_elastic(tmp_path, world_size=2, steps=60)
+
+
+def check_elastic(folder, world_size, steps):
+    results = json.loads((folder / "results.json").read_text())
+    found = results["status"], results["world_size"], results["steps"]
+    assert found == ("completed", world_size, steps)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
 
 
 @pytest.mark.soak
@@ -116,23 +109,18 @@ def test_an_elastic_run_takes_a_machine_in_and_outlives_a_rank(machines, tmp_pat
     reached(processes["node1"], "Resumed from")
     said = ends(processes, 150)
     assert all(code == 0 for code, _ in said.values()), said
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert (results["status"], results["world_size"], results["steps"]) == ("completed", 3, 70)
-    assert steps_of(tmp_path) == list(range(1, 71))
+    check_elastic(tmp_path, world_size=3, steps=70)
 
 
 def test_a_machine_that_differs_is_named(machines, tmp_path):
     other = tmp_path / "other"
-    shutil.copytree(
-        PROJECT / "support", other / "support", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(PROJECT / "support", other / "support")
     shutil.copy(SCRIPT, other)
     with open(other / "support" / "data" / "batches.py", "a") as file:
         file.write("# another version\n")
     programs = {"node3": other / SCRIPT.name}
     started = on_each(machines, *WORK, "--output_dir", tmp_path / "out", programs=programs)
-    said = ends(started, 60)
-    [line] = errors(said)
+    [line] = errors(ends(started, 60))
     assert "node3" in line and "version of code" in line
 
 
@@ -145,6 +133,5 @@ def test_a_rank_that_never_comes_is_named(machines, tmp_path):
         processes[name] = start(machines.on(name, sys.executable, SCRIPT, *work), env=env)
     said = ends(processes, 40)
     [line] = errors(said)
-    assert (
-        "rank 2" in line and "node1, node2" in line and all(code == 1 for code, _ in said.values())
-    )
+    assert "rank 2" in line and "node1, node2" in line
+    assert all(code == 1 for code, _ in said.values())

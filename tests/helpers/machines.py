@@ -40,9 +40,8 @@ class Machines:
         )
         self.bridge = f"dt{os.getpid()}"
         self.names = [f"node{n}" for n in range(1, number + 1)]
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="machines-", dir="/tmp")
-        )  # munge's socket path must be short
+        # munge's socket path must be short.
+        self.folder = Path(tempfile.mkdtemp(prefix="machines-", dir="/tmp"))
         self.folder.chmod(0o755)
         self.holders: dict[str, subprocess.Popen] = {}
 
@@ -61,7 +60,8 @@ class Machines:
         run("ip", "addr", "add", f"{self.net}.1/24", "dev", self.bridge)
         run("ip", "link", "set", self.bridge, "up")
         for number, name in enumerate(self.names):
-            setup = f"hostname {name} && mount --bind {self.folder}/hosts /etc/hosts && exec sleep infinity"
+            mount = f"mount --bind {self.folder}/hosts /etc/hosts"
+            setup = f"hostname {name} && {mount} && exec sleep infinity"
             holder = self.holders[name] = subprocess.Popen(
                 ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup]
             )
@@ -158,7 +158,8 @@ class Slurm:
             "KillWait=20",
             "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0",
             *(
-                f"NodeName={name} NodeAddr={self.machines.address(name)} Port=17000 CPUs=16 RealMemory=4000 Gres=gpu:{self.GPUS}"
+                f"NodeName={name} NodeAddr={self.machines.address(name)} Port=17000 CPUs=16 "
+                f"RealMemory=4000 Gres=gpu:{self.GPUS}"
                 for name in self.nodes
             ),
             "PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
