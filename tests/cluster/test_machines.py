@@ -17,9 +17,7 @@ ELASTIC = ["--epochs", "100", "--resume", "--resume_force"]
 
 
 def on_each(machines, *args, nnodes="3", names=None, programs=None, rdzv_id=None):
-    """Start torchrun on each machine, as a user does in three terminals; returns the processes by
-    name.
-    """
+    """Start torchrun on each machine, as a user does; returns the processes by name."""
     torchrun = [
         Path(sys.executable).parent / "torchrun",
         f"--nnodes={nnodes}",
@@ -52,9 +50,7 @@ def errors(said):
 
 
 def kill_machine(name, only_ranks=False):
-    """Everything that trains there at once, as when the power goes; or the rank and not its
-    launcher.
-    """
+    """Kill all that trains there, as when the power goes; or the rank and not its launcher."""
     for process in descendants_of_test():
         command = " ".join(process.cmdline())
         spared = "nsenter" in command or (only_ranks and "torchrun" in command)

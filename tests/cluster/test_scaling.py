@@ -36,12 +36,11 @@ def on_hosts(machines, ranks, *args) -> str:
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy, rate", [("dp", "100mbit"), ("dp", "1gbit"), ("fsdp", "1gbit")])
 def test_forecast_is_within_35_percent(machines, tmp_path, rate, strategy):
-    limit = ["rate", rate, "burst", "256kb", "latency", "300ms"]
+    seconds, limit = {}, ["rate", rate, "burst", "256kb", "latency", "300ms"]
     for name in machines.names:
         machines.enter(name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
     try:
         said = on_hosts(machines, 2, "--check")
-        seconds = {}
         for ranks in (1, 2, 3):
             folder = tmp_path / str(ranks)
             on_hosts(machines, ranks, *WORK, "--strategy", strategy, "--output_dir", folder)
@@ -55,7 +54,6 @@ def test_forecast_is_within_35_percent(machines, tmp_path, rate, strategy):
     for ranks in (2, 3):
         work = Workload(model, ranks, 1, 8, "fp32", optimizer="sgd")
         on_one_core = Rate(8 / (ranks * seconds[1]), "measured", "", "", 8)
-        sent = predict(work, strategy).sent
-        found = on_network(on_one_core, work, sent, bandwidth)
+        found = on_network(on_one_core, work, predict(work, strategy).sent, bandwidth)
         forecast = 8 / found.tokens_per_second
         assert forecast == pytest.approx(seconds[ranks], rel=0.35), ranks

@@ -1,5 +1,6 @@
 """Takes the place of the Python interpreter; preloaded.py adds the line `#!...`."""
 
+import contextlib
 import marshal
 import os
 import signal
@@ -51,14 +52,19 @@ def main() -> None:
         connection = connect(os.path.dirname(os.path.abspath(__file__)))
     if connection is None:
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    values = {"program": program, "environment": dict(os.environb), "folder": os.getcwd()}
-    request = marshal.dumps(values)
+    environment, folder = dict(os.environb), os.getcwd()
+    request = marshal.dumps({"program": program, "environment": environment, "folder": folder})
     socket.send_fds(connection, [len(request).to_bytes(8, "little")], [0, 1, 2])
     connection.sendall(request)
     child = int.from_bytes(connection.recv(4), "little")
+
+    def forward(number, _frame):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
+
     for number in HANDLED:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: os.kill(child, number))
+            signal.signal(number, forward)
     os.closerange(0, 3)  # a pipe is at its end when the child has ended
     code = int.from_bytes(connection.recv(4), "little", signed=True)
     if code < 0:

@@ -39,7 +39,7 @@ PRELOAD = """
     deepspeed deepspeed.runtime.zero.muon.original_muon deepspeed.runtime.zero.stage3
     deepspeed.runtime.zero.stage_1_and_2 deepspeed.ops.adam
     """.split()
-# Written in Python, without state outside of it: imported again if HF_* variables differ.
+# Have no state outside of Python: imported again if HF_* variables differ.
 READ_HF = ("huggingface_hub", "transformers", "peft", "accelerate", "datasets")
 
 

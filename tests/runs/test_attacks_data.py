@@ -1,6 +1,4 @@
-"""Realistic faults in data: damaged caches, files that are not what they seem, rows that break
-readers, templates that fail.
-"""
+"""Realistic faults in data: in the token cache, in files and rows, and in chat templates."""
 
 import errno
 import gzip

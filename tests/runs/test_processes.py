@@ -119,7 +119,6 @@ def test_full_disk_while_metrics_are_written(disk):
 
 # ------------------------------------------------------------------------------------------ output
 
-
 TRAIN = f"$PYTHON {SCRIPT} {' '.join(TINY)} --max_steps 2 --output_dir out"
 
 
