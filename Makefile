@@ -6,7 +6,7 @@
 # make test-lower-bounds   the unit tests and a run of each strategy with the oldest supported
 #             releases, in .venv-lower (needs Python 3.10 or 3.11)
 # make docs   build the documents as a site, in site/; broken links and anchors are errors
-# make soak   the full products and repeats, and every attack (hours)
+# make soak   the full products and repeats (hours)
 # make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
 #
 # TORCH=...   what pip installs for torch, for example TORCH="torch==2.6.0"; required on a machine
@@ -104,7 +104,7 @@ test-lower-bounds:
 		$(EQUAL) --deselect "$(EQUAL)[fsdp]" --deselect "$(EQUAL)[infinity]"
 
 soak: setup-dev
-	$(BIN)/python -m pytest -m "soak or attack" $(PARALLEL)
+	$(BIN)/python -m pytest -m soak $(PARALLEL)
 
 # BENCH=... adds options, such as BENCH="--rounds 5 --cases one"; benchmarks/peers.py describes them.
 bench: setup

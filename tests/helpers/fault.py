@@ -176,15 +176,14 @@ def plant(kind: str, values: list[str]) -> None:
 
         wrap(export, "export_model", speak_and_write)
     elif kind == "own_means":
-        from support.model import loss
-        from support.units import IGNORED
+        from support.model.loss import LossMixin
 
-        def mean_of_means(number, compute_loss, model, inputs, labels, divisor, positions):
-            if len(inputs) == 1:  # of eight micro-batches
-                divisor = 8 * (labels[:, 1:] != IGNORED).sum()
-            return compute_loss(model, inputs, labels, divisor, positions)
+        def mean_of_means(number, forward, model, inputs=None, targets=None, tokens=None, **options):
+            if targets is not None and len(inputs) == 1:  # of eight micro-batches
+                tokens = 8 * (targets >= 0).sum()
+            return forward(model, inputs, targets, tokens, **options)
 
-        wrap(loss, "next_token_loss", mean_of_means)
+        wrap(LossMixin, "forward", mean_of_means)
     elif kind == "prove":
         from support.commands import prove
 
