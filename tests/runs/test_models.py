@@ -136,7 +136,6 @@ def code_in_pickled_weights(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Evil()}))
 
 
-@pytest.mark.attack
 @pytest.mark.parametrize("attack", [code_in_a_module, code_in_pickled_weights])
 def test_nothing_in_a_model_folder_is_executed(script, llama, tmp_path, attack):
     folder = shutil.copytree(llama, tmp_path / "model")

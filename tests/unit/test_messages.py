@@ -51,7 +51,6 @@ REDACTED = {
 }
 
 
-@pytest.mark.attack
 def test_secrets_are_redacted(monkeypatch):
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     # A place, which is no secret.
