@@ -178,7 +178,9 @@ def plant(kind: str, values: list[str]) -> None:
     elif kind == "own_means":
         from support.model.loss import LossMixin
 
-        def mean_of_means(number, forward, model, inputs=None, targets=None, tokens=None, **options):
+        def mean_of_means(
+            number, forward, model, inputs=None, targets=None, tokens=None, **options
+        ):
             if targets is not None and len(inputs) == 1:  # of eight micro-batches
                 tokens = 8 * (targets >= 0).sum()
             return forward(model, inputs, targets, tokens, **options)
