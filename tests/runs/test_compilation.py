@@ -23,10 +23,9 @@ extern "C" PyObject* NAME(TORCH_EXTENSION_NAME)() { return PyModule_Create(&defi
 """
 # Writes a line for each file that it compiles, and is slow as long as there is a file "slow".
 COMPILER = """#!/bin/bash
-cd {folder}
 if [[ " $* " == *" -c "* ]]; then
-    echo $$ >> compiled
-    [[ -e slow ]] && sleep 20
+    echo $$ >> {folder}/compiled
+    [[ -e {folder}/slow ]] && sleep 20
     exec /usr/bin/c++ "${{@/%*.cpp/{folder}/module.cpp}}" -O0
 fi
 exec /usr/bin/c++ -Wl,--allow-multiple-definition "$@"
