@@ -12,7 +12,7 @@ The flag --strategy chooses how the parameters (P), the gradients (G) and the op
 are distributed over the N ranks. What each rank stores, and what the ranks send in a step:
 
     dp        P    G    O     PyTorch DistributedDataParallel: all-reduce of G in the last backward
-    zero1     P    G    O/N   DeepSpeed ZeRO stage 1: all-reduce of G after the last backward; each
+    zero1     P    G    O/N   DeepSpeed ZeRO stage 1: all-reduce of G in the last backward; each
                               rank updates P/N; then an all-gather of P
     zero2     P    G/N  O/N   stage 2: as zero1, but reduces G in each backward and keeps a part
     zero3     P/N  G/N  O/N   stage 3: all-gather of a layer's P before its forward and its
@@ -69,11 +69,11 @@ from support.tables import STRATEGIES
 from support.train_state import TrainingObjects, TrainState
 
 
-def main() -> None:
-    """Run train() on this rank, one of the processes that the launcher has started."""
+def main(args: Arguments, launch: startup.Launch) -> None:
+    """Run train() on this rank: this process, or one of those that a launcher has started."""
     # Calls torch.cuda.set_device(LOCAL_RANK) and dist.init_process_group() (NCCL; gloo on CPUs)
     # first. If one rank fails, all ranks end.
-    startup.run_on_all_ranks(train, ARGS, LAUNCH)
+    startup.run_on_all_ranks(train, args, launch)
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
@@ -184,7 +184,7 @@ def train_epoch_ddp(
                 # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
                 loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
             run.meter.mark("forward")
-            # The ranks' gradients are averaged; times world_size they are summed.
+            # DDP and FSDP average the gradients over the ranks; the factor makes it the sum.
             scaler.scale(loss * ctx.world_size).backward()
             run.meter.mark("backward")
             step_loss += loss.detach()
@@ -198,7 +198,7 @@ def train_epoch_ddp(
         # After a non-finite loss (or norm, except in fp16) the optimizer skips this and all later
         # updates, and the run fails when the loss is next logged.
         gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx)
-        scaler.step(optimizer)  # AdamW; in fp16 all ranks skip it if a gradient overflowed
+        scaler.step(optimizer)  # the update; in fp16 all ranks skip it if a gradient overflowed
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         run.meter.mark("update")
@@ -245,7 +245,7 @@ def train_epoch_deepspeed(
         dist.all_reduce(step_loss)
         run.meter.after_backward()
         gradients.block_update_if_not_finite(objects, step_loss, None, ctx)
-        # Norm, clipping, update of this rank's part, all-gather of P (zero1, zero2); clears G.
+        # Norm, clipping, update of this rank's part, all-gather of P (stages 1, 2); clears G.
         engine.step()
         grad_norm = engine.get_global_grad_norm()
         run.meter.mark("update")
@@ -267,7 +267,7 @@ def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
     warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     if step < warmup_steps:
         return args.lr * (step + 1) / (warmup_steps + 1)
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     if args.lr_scheduler == "linear":
         return args.lr * (1 - progress)
     if args.lr_scheduler == "cosine":
@@ -539,7 +539,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         if args.compile:
             block.compile()
         fully_shard(block, reshard_after_forward=args.fsdp.reshard_after_forward, **options)
-    # The rest (embeddings, last norm) stays gathered from the forward to the backward pass.
+    # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
     fully_shard(sharded, **options)
     if args.fsdp.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
@@ -597,4 +597,4 @@ def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS, LAUNCH)

@@ -53,7 +53,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         launch = launching.detect_launch()
         args = parse_arguments(argv)
         if process.RESTARTED in os.environ:
-            from support.cluster.restart import continue_restarted  # imports torch
+            from support.cluster.restart import continue_restarted
 
             args = continue_restarted(args)
         console.configure(launch.rank, args.quiet, args.verbose)

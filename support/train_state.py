@@ -133,5 +133,5 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter; one that ZeRO-3 has partitioned has an empty shape."""
+    """Return the shape of a whole parameter; one that ZeRO-3 has partitioned is [0]."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -96,6 +96,8 @@ def _folder_named_in(file: Path) -> Path:
 
 def _of_trainer(folder: Path) -> ForeignCheckpoint:
     """Open a checkpoint of Trainer with torch's AdamW, on one process or with DDP."""
+    from transformers import Trainer  # its import takes seconds
+
     with refused_as(
         f"{folder} is not a checkpoint of Hugging Face's Trainer with torch's AdamW, of DeepSpeed "
         "or FSDP (to start from its weights alone, give it to --model)",
@@ -109,17 +111,15 @@ def _of_trainer(folder: Path) -> ForeignCheckpoint:
         model, info = from_folder(str(folder), config)
         if info["missing_keys"] or info["mismatched_keys"]:
             raise ValueError("the model's files do not have all of its weights")
-        states = _states_of(model, optimizer)
+        decayed = Trainer.get_decay_parameter_names(None, model)  # does not use its first argument
+        states = _states_of(model, optimizer, set(decayed))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return ForeignCheckpoint(weights, states, _step_of(states), step)
 
 
-def _states_of(model: torch.nn.Module, optimizer: dict) -> dict[str, dict]:
+def _states_of(model: torch.nn.Module, optimizer: dict, decayed: set[str]) -> dict[str, dict]:
     """Return {parameter name: its entry in optimizer.pt}, which numbers first those with decay."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    from transformers import Trainer  # its import takes seconds
-
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # does not use the first argument
     order = sorted(shapes, key=lambda name: name not in decayed)
     numbers = chain(*(group["params"] for group in optimizer["param_groups"]))
     states = {

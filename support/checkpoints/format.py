@@ -1,7 +1,6 @@
 """The format of a checkpoint: its names on disk, and its manifest.json.
 
-The manifest has a digest of itself and of each file that it lists. One whose digest matches is used
-without further checks, except that the name of a file may not leave the checkpoint's folder.
+The manifest has a digest of itself and of each file that it lists.
 """
 
 from __future__ import annotations

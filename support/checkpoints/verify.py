@@ -1,4 +1,8 @@
-"""Open a checkpoint: read its manifest, and verify its files."""
+"""Open a checkpoint: read its manifest, and verify its files.
+
+A manifest whose digest matches is used without further checks, except that the name of a file may
+not leave the checkpoint's folder.
+"""
 
 from __future__ import annotations
 

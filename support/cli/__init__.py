@@ -9,5 +9,5 @@ run_file        --config and --print_config: flags in a YAML file
 ds_config       --ds_config: DeepSpeed's configuration, merged with the flags
 fsdp_config     --fsdp_config: FSDP's options
 checks          flags that exclude each other, or need another one; files and folders
-hub             the probe of the Hugging Face hub
+hub             the probe of the Hugging Face hub, and what its caches have
 """

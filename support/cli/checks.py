@@ -137,9 +137,9 @@ def check_data_paths(args: Arguments) -> None:
     names = [name for name, _ in datasets_of(args)]
     paths = [("--dataset", name) for name in names if is_local_dataset(name)]
     paths += [("--validation_file", args.validation_file)] if args.validation_file else []
-    for flag, name in paths:
+    if paths:
         from support.files.folders import files_of
-
+    for flag, name in paths:
         files_of(Path(name), f"{flag} {name}", args.include)
         if os.path.isfile(name) and not os.path.getsize(name):
             raise UserError(f"{flag} {name} is empty.")

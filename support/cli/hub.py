@@ -1,4 +1,4 @@
-"""The probe of the Hugging Face hub, before any of its libraries is imported."""
+"""The probe of the Hugging Face hub before its libraries are imported, and what its caches have."""
 
 from __future__ import annotations
 

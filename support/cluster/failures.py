@@ -1,4 +1,4 @@
-"""The end of a run: stop signals, the first failure, and a restart with a smaller micro-batch.
+"""The end of a run: stop signals, and the first failure.
 
 The first error is written to results.json and printed by the rank that fails, and every rank exits.
 With --auto_micro_batch all ranks may start again instead (restart.py).

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, NoReturn
 
 from support import process
 from support.cli.arguments import Arguments
 from support.cluster.launch import agent_hosts_store
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 READY_SECONDS = 10  # for all ranks to see that they restart
 

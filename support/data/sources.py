@@ -28,7 +28,7 @@ def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
 
             corpus = open_files(name, args, options)
         else:
-            from support.data.row_hub import open_hub  # imports `datasets`
+            from support.data.row_hub import open_hub
 
             corpus = open_hub(name, args, options, needs_train=not evaluates_only(args))
     if args.validation_file is None:

@@ -72,7 +72,7 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
 
 
 def print_splits(facts: dict[str, dict], tokenizer: Any) -> None:
-    """Print the formats, and one line for each split; `facts` has counts of batches.open_split."""
+    """Print the formats, and one line for each split; `facts` has counts of corpus.open_split."""
     rows = [split for split in facts.values() if "kind" in split]
     kinds = [split["kind"] for split in rows]
     formats = dict.fromkeys(name for split in rows for name in split["formats"])

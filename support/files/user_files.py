@@ -1,4 +1,4 @@
-"""Files that a user names: small YAML and JSON files, and the files of a folder.
+"""Files that a user names: text and JSON.
 
 A file that cannot be used results in a message of one line that names the file.
 """
@@ -67,9 +67,6 @@ def read_json(flag: str, path: str) -> dict:
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
     return value
-
-
-# ------------------------------------------------------------------------------- files of a folder
 
 
 def create_folder(flag: str, folder: Path) -> None:

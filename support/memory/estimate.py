@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from support.cli.ds_config import bucket_sizes
 from support.memory import activations
 from support.memory.activations import BACKWARD, END, LOSS, STEP, UPDATE, Term
 from support.memory.workload import Workload
@@ -139,8 +140,6 @@ def _dp(work: Workload) -> tuple[list[Term], int]:
 
 def _stages12(work: Workload, stage: int, offload: bool) -> tuple[list[Term], int]:
     """Estimate zero1, zero2 and offload: a flat working copy, this rank's masters and moments."""
-    from support.cli.ds_config import bucket_sizes
-
     m, c = work.model, work.item
     trained, largest = sum(work.trained), max(work.trained)
     shares = [_share(group, work) for group in _groups(work)]
@@ -206,8 +205,6 @@ def _page_locked(work: Workload, sizes: list[int]) -> int:
 
 def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     """Estimate zero3 and infinity: a shard of every parameter, gathered while it is used."""
-    from support.cli.ds_config import bucket_sizes
-
     c, n, sizes = work.item, work.world_size, work.sizes
     total, largest, largest_trained = sum(sizes), max(sizes), max(work.trained)
     shards, trained = _parts(sizes, n), _parts(work.trained, n)

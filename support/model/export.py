@@ -44,6 +44,11 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     Args:
         earlier: results.json of the run that --resume continues.
     """
+    # Imported before the training: a changed installation must not fail the export after it.
+    from support.model import card  # noqa: F401
+
+    if args.merge_lora:
+        from support.model import merging  # noqa: F401
     exported = (earlier or {}).get("export") or {}
     own = not args.export_hf or exported.get("folder") == args.export_hf
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite or own)

@@ -222,14 +222,15 @@ def _loss_and_gradients(
         )
         loss -= log_p
         if grad_hidden is not None:
-            grad_hidden.narrow(0, start, count).copy_((grad_logits @ weight) * factor)
-        part = (part * factor).to(dtype)
+            grad_hidden.narrow(0, start, count).copy_((grad_logits @ weight).mul(factor))
+        if grad_weight is not None:
+            part = part.mul(factor).to(dtype)
         if grad_weight is not None and dtype == torch.float32:
             grad_weight.addmm_(grad_logits.T, part)
         elif grad_weight is not None:
             grad_weight += grad_logits.T @ part
         if grad_bias is not None:
-            grad_bias += (grad_logits * factor).sum(0, dtype=torch.float32)
+            grad_bias += (grad_logits.T @ factor.to(dtype)).squeeze(1)
         del logits, grad_logits  # before the next chunk allocates its own
     gradients = [grad_hidden, grad_weight, grad_bias]
     if tail:
@@ -249,8 +250,8 @@ def _cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum of the targets' log-probabilities, and the logits' gradient in `dtype`.
 
-    The gradient is that of the second result, [tokens, vocabulary], times the third, [tokens, 1].
-    Its product with a matrix is smaller than the gradient, so the factor is applied there.
+    The gradient is the second result, [tokens, vocabulary], times the third, [tokens, 1]. Callers
+    apply the factor to the smaller operand or result of a product.
     """
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
     valid = targets >= 0

@@ -31,6 +31,7 @@ from support.report import results
 from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.step_meter import StepMeter, create_meter
 from support.strategies import gradients
+from support.tables import STRATEGIES
 from support.train_state import TrainingObjects, TrainState
 from support.units import human_count, perplexity_of
 
@@ -87,7 +88,8 @@ class Run:
         shared = (found, run.earlier, run.facts["started_at"])
         found, run.earlier, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
         MONITOR.record = run.fail
-        if args.strategy != "dp":  # after it, because results.json tells why a run is skipped
+        # After MONITOR.record: results.json tells why a run is skipped.
+        if STRATEGIES[args.strategy].engine != "ddp":
             from support.strategies.requirements import check_requirements
 
             check_requirements(args)

@@ -8,9 +8,6 @@ from torch import nn
 from support import console
 from support.cluster.context import DistContext
 from support.model.weights import transformer_blocks
-from support.train_state import is_fsdp_module
-
-__all__ = ["blocks_to_shard", "fill_from_rank0", "is_fsdp_module"]
 
 
 def blocks_to_shard(model: nn.Module, options) -> list[nn.Module]:

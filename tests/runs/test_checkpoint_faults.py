@@ -80,8 +80,8 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
     """The older one is taken, with one line that says why."""
     from one_rank import one_rank
 
-    from support.checkpoints import format as checkpoint_format
     from support.checkpoints.find import find_checkpoint
+    from support.checkpoints.verify import open_checkpoint
     from support.cli.parse import parse_arguments
     from support.errors import UserError
 
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
     [line] = capsys.readouterr().out.splitlines()
     assert "Skipped" in line and "step-00000004" in line and len(line) < 700 and line.isprintable()
     with pytest.raises(UserError):  # the converter takes the newest, and refuses it
-        checkpoint_format.open_checkpoint(copy)
+        open_checkpoint(copy)
 
 
 # ------------------------------------------------------------------ no finished checkpoint is lost
