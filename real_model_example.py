@@ -71,8 +71,7 @@ from support.train_state import TrainingObjects, TrainState
 
 def main(args: Arguments, launch: startup.Launch) -> None:
     """Run train() on this rank: this process, or one of those that a launcher has started."""
-    # Calls torch.cuda.set_device(LOCAL_RANK) and dist.init_process_group() (NCCL; gloo on CPUs)
-    # first. If one rank fails, all ranks end.
+    # First torch.cuda.set_device() and dist.init_process_group(). If a rank fails, all ranks end.
     startup.run_on_all_ranks(train, args, launch)
 
 
