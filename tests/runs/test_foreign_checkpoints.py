@@ -134,6 +134,7 @@ from transformers import AutoModelForCausalLM
 model, tokens, save, stage = sys.argv[1:]
 adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0, "torch_adam": True}}
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(stage)}}
+config["gradient_clipping"] = 0  # DeepSpeed's default is 1.0
 import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # no compiler for what is unused
 deepspeed.init_distributed("gloo")
 model = AutoModelForCausalLM.from_pretrained(model)
