@@ -51,7 +51,7 @@ def test_the_rate_is_measured_with_the_planned_work(tmp_path):
     assert code == 0 and found["tokens"] == 100 * 2 * 32
     rate = found["tokens_per_second_per_gpu"]
     assert rate > 0 and found["hours"] == pytest.approx(6400 / rate / 3600)
-    config = '{"model_type": "gpt2", "n_embd": 96, "n_layer": 2}'
+    config = '{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2}'
     (tmp_path / "config.json").write_text(config)  # without a tokenizer
     code, out = plan(*PLAN[2:], "--model", tmp_path, "--tokens", 100, "--measure")
     assert code == 1 and "tokenizer" in out.splitlines()[-1] and out.count("❌") == 1
