@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from support.cli.ds_config import bucket_sizes
+from support.cli.buckets import bucket_sizes
 from support.memory import activations
 from support.memory.activations import BACKWARD, END, LOSS, STEP, UPDATE, Term
 from support.memory.workload import Workload
