@@ -194,8 +194,7 @@ def train_epoch_ddp(
         grad_norm = gradients.gradient_norm(model)  # sum of squares over all shards, square root
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        # After a non-finite loss (or norm, except in fp16) the optimizer skips this and all later
-        # updates, and the run fails when the loss is next logged.
+        # Non-finite loss (or norm, except in fp16): no more updates, and the next log line fails.
         gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx)
         scaler.step(optimizer)  # the update; in fp16 all ranks skip it if a gradient overflowed
         scaler.update()
@@ -203,7 +202,8 @@ def train_epoch_ddp(
         run.meter.mark("update")
 
         state.advance()  # step += 1, samples += the sequences of the global batch
-        run.log_step(step_loss, lr, grad_norm, all_tokens)  # to metrics.jsonl at --logging_steps
+        # A line of metrics.jsonl: step, epoch, loss, lr, grad_norm, tokens_per_second, seconds.
+        run.log_step(step_loss, lr, grad_norm, all_tokens)
         if save_or_stop(state, stop_requests, run, args):
             break
 
