@@ -63,8 +63,17 @@ def changed(change):
     return rewrite
 
 
+def edited(folder: Path) -> None:
+    """Change a counter of step 4, and leave the digest."""
+    path = step(folder, 4) / "manifest.json"
+    text = path.read_text()
+    assert '"step": 4' in text
+    path.write_text(text.replace('"step": 4', '"step": 5'))
+
+
 OUTSIDE = {"bytes": 14, "sha256": "0" * 64}
 DAMAGES = {
+    "an edited counter": edited,
     "half a manifest": lambda f: os.truncate(step(f, 4) / "manifest.json", 1000),
     "a later format": changed(lambda m: m.update(format_version=2)),
     "tensors outside": changed(lambda m: m["pieces"][0].update(file=f"../x/{RANK_FILE}")),
