@@ -106,7 +106,7 @@ test-lower-bounds:
 soak: setup-dev
 	$(BIN)/python -m pytest -m soak $(PARALLEL)
 
-# BENCH=... adds options, such as BENCH="--rounds 5 --cases one"; benchmarks/peers.py describes them.
+# BENCH=... adds options, such as BENCH="--keep --cases one"; benchmarks/peers.py describes them.
 bench: setup
 	$(BIN)/python -m benchmarks.peers --write $(if $(GPU),--gpu) $(BENCH)
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Measure this project next to transformers.Trainer and accelerate, on the same work.
 
-    make bench                                                    # all cases
-    make bench GPU=1                                              # all cases for a GPU
-    python -m benchmarks.peers --list                             # what each case compares
-    python -m benchmarks.peers --cases one --rounds 1             # one case, one round
-    python -m benchmarks.peers --cases one --rounds 1 --keep      # add a round to the earlier ones
-    python -m benchmarks.peers --cases one --only ours --keep     # of this program only
+    make bench                                             # a round of all cases (25 minutes)
+    make bench BENCH=--keep                                # add a round to the earlier ones
+    make bench BENCH="--cases one,compiled --rounds 3 --steps 23"     # also draws the figure
+    make bench GPU=1                                       # a round of all cases for a GPU
+    python -m benchmarks.peers --list                      # what each case compares
+    python -m benchmarks.peers --cases one --only ours     # one program of one case
 
 The work is GPT-2 124M with random weights, the same sequences for all, AdamW, clipping to 1 and the
 case's dropout. A program prints a line after an optimizer step, and this process, the only clock,
 notes when the line arrives. The programs of a case take turns (rounds). All measurements go to
 <out>/measurements.json, and the tables to standard output. With --write, which `make bench` gives,
-they also go to a section of benchmarks/RESULTS.md, and the figure to docs/.
+they also go to a section of benchmarks/RESULTS.md. The figure in docs/ shows this project and the
+Trainer, eager and compiled; it is drawn of at least 3 rounds of at least 20 measured steps.
 
 Of a run the speed is that of its median step, without the first steps and the last. Over the
 rounds, the table has the median and, in parentheses, the smallest and the largest value. A ratio is
@@ -57,7 +58,8 @@ RUN_SECONDS = 400  # time limit of one run
 OUR_STEP = re.compile(r"\| Batch (\d+)/\d+ \| Loss: (\S+)")
 THEIR_STEP = re.compile(r"^step (\d+) loss (\S+)")
 PEAK = re.compile(r"^peak_bytes (\d+)")
-COLORS = {"ours": "#0072B2", "Trainer": "#D55E00", "accelerate": "#777777"}
+COLORS = {"ours": "#0072B2", "Trainer": "#D55E00"}
+FIGURE_ROUNDS, FIGURE_STEPS = 3, 20  # rounds of a bar, and measured steps of each, at least
 
 
 # --------------------------------------------------------------------------------- what is measured
@@ -99,21 +101,8 @@ PROGRAMS = {
 }
 PEERS = ("ours", "Trainer", "accelerate")
 OURS = ("ours", *(f"ours {name}" for name in STRATEGIES))
-ONE, TWO, COMPILED = Setting(), Setting(ranks=2), Setting(compile=True)
 GPU = Setting("bf16", 0.0, 32, 1024, logging_steps=10, gpu=True)
 GPU_4 = replace(GPU, batch_size=4)
-FSDP = ("ours fsdp", "accelerate FSDP")
-CPU_CASES = {
-    "one": Case("One process, fp32, dropout 0.1", ONE, PEERS[:2]),
-    "no-dropout": Case("One process, fp32, no dropout", replace(ONE, dropout=0.0), PEERS[:2]),
-    "compiled": Case("One process, fp32, dropout 0.1, --compile", COMPILED, PEERS[:2]),
-    "compiled-no-dropout": Case(
-        "One process, fp32, no dropout, --compile", replace(COMPILED, dropout=0.0), PEERS[:2]
-    ),
-    "ddp": Case("Two processes, fp32, DDP", TWO, PEERS),
-    "fsdp": Case("Two processes, fp32, FSDP", TWO, FSDP, "accelerate FSDP"),
-    "strategies": Case("Two processes, fp32, strategies", TWO, OURS, "ours"),
-}
 GPU_CASES = {
     "eager": Case("One GPU, bf16, 32 sequences, eager", GPU, PEERS),
     "compiled": Case("One GPU, bf16, 32 sequences, compiled", replace(GPU, compile=True), PEERS),
@@ -123,22 +112,23 @@ GPU_CASES = {
 }
 
 
-def cases_for(gpu: bool) -> dict[str, Case]:
-    """Return the cases that this machine can measure, by name.
-
-    Without bf16 instructions PyTorch emulates bf16, and only the emulation would be measured.
-    """
-    if gpu or not cpu_computes_bf16():
-        return GPU_CASES if gpu else CPU_CASES
-    in_bf16 = {
-        f"{name}-bf16": replace(
-            case,
-            title=case.title.replace("fp32", "bf16"),
-            setting=replace(case.setting, precision="bf16"),
-        )
-        for name, case in CPU_CASES.items()
+def cpu_cases(precision: str) -> dict[str, Case]:
+    """Return the cases for a CPU, by name."""
+    one, two = Setting(precision), Setting(precision, ranks=2)
+    no_dropout, pair = replace(one, dropout=0.0), PEERS[:2]
+    alone, both = f"One process, {precision}", f"Two processes, {precision}"
+    fsdp = ("ours fsdp", "accelerate FSDP")
+    return {
+        "one": Case(f"{alone}, dropout 0.1", one, pair),
+        "compiled": Case(f"{alone}, dropout 0.1, compiled", replace(one, compile=True), pair),
+        "no-dropout": Case(f"{alone}, no dropout", no_dropout, pair),
+        "compiled-no-dropout": Case(
+            f"{alone}, no dropout, compiled", replace(no_dropout, compile=True), pair
+        ),
+        "ddp": Case(f"{both}, DDP", two, pair),
+        "fsdp": Case(f"{both}, FSDP", two, fsdp, "accelerate FSDP"),
+        "strategies": Case(f"{both}, strategies", two, OURS, "ours"),
     }
-    return CPU_CASES | in_bf16
 
 
 @dataclass
@@ -153,6 +143,10 @@ class Run:
     memory: int = 0  # peak in bytes: of the GPU if it used one, else resident, of all ranks
     # MFU for one token per second, as this project computes it; None for other programs.
     mfu_per_rate: float | None = None
+
+    def measured_steps(self, skip: int) -> int:
+        """Return the number of steps that `speed` looks at."""
+        return self.stamps[-2][0] - max(skip, self.stamps[0][0])
 
     def speed(self, skip: int) -> float:
         """Return the tokens per second of the median step, without the first `skip` and the last.
@@ -410,8 +404,9 @@ def table(tables: Tables) -> list[str]:
     return lines
 
 
-def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
+def provenance(facts: dict, command: str, runs: list[Run], skip: int) -> str:
     """Return a paragraph with the command, the hardware, the versions and the date."""
+    steps = " or ".join(str(number) for number in sorted({run.stamps[-1][0] for run in runs}))
     machine = facts["hardware"]
     names = ("python", "torch", "cuda", "transformers", "accelerate", "deepspeed")
     versions = [f"{name} {facts['versions'][name]}" for name in names if name in facts["versions"]]
@@ -424,39 +419,46 @@ def provenance(facts: dict, command: str, steps: int, skip: int) -> str:
     )
 
 
-def draw(tables: Tables, path: Path, caption: str) -> None:
-    """Draw speed relative to the case's reference, and memory, of each program as bars."""
+def figure_rows(cases: dict[str, Case], runs: list[Run], skip: int) -> list[Row]:
+    """Return the figure's rows, of runs that are long enough; [] if a program has too few rounds.
+
+    Args:
+        cases: all cases; the first two are this project and the Trainer, eager and compiled.
+        runs, skip: as in `rows_of`.
+    """
+    long = [run for run in runs if run.measured_steps(skip) >= FIGURE_STEPS]
+    eager, compiled = ([*cases.values()])[:2]
+    rows = [row for row in rows_of(eager, long, skip) if row.program in COLORS]
+    for row in rows_of(compiled, long, skip):
+        rows.append(row._replace(program=f"{row.program}, compiled"))
+    return rows if len(rows) == 4 and all(row.rounds >= FIGURE_ROUNDS for row in rows) else []
+
+
+def draw(rows: list[Row], path: Path, work: Setting, caption: str) -> None:
+    """Draw the speed, with its range over the rounds, and the peak memory of each row as bars."""
     from matplotlib.figure import Figure
 
-    heights = [len(rows) + 1.5 for _, rows in tables]
-    figure = Figure(figsize=(11, 0.8 + 0.27 * sum(heights)), layout="constrained")
-    axes = figure.subplots(
-        len(tables), 2, sharey="row", squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
-    for (case, rows), (speed, memory) in zip(tables, axes, strict=True):
-        rows = [row for row in rows if row.ratios[0]][::-1]
-        ratios = [row.ratios[0] for row in rows if row.ratios[0]]
-        spread = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
-        reference = "dp" if case.reference == "ours" else case.reference
-        title = f"{case.title}: speed relative to {reference}"
-        bars(speed, rows, [ratio.median for ratio in ratios], title, xerr=spread)
-        speed.axvline(1, color="#555555", linewidth=0.8)
-        sizes = [row.memory.median / GB for row in rows]
-        bars(memory, rows, sizes, "peak memory of all ranks, GB")
+    rows = rows[::-1]  # the first row is the top bar
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    step = f"{work.batch_size} × {work.seq_length} tokens a step"
+    title = f"{work.model}, {work.precision}, {step}, dropout {work.dropout}"
+    figure.suptitle(title, fontsize=11)
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    names = [row.program for row in rows]
+    colors = [COLORS[name.split(",")[0]] for name in names]
+    speeds = [row.speed for row in rows]
+    spread = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
+    gigabytes = [row.memory.median / GB for row in rows]
+    speed.barh(names, [s.median for s in speeds], color=colors, xerr=spread, capsize=3)
+    memory.barh(names, gigabytes, color=colors)
+    for bar, row in enumerate(rows):
+        speed.text(row.speed.median / 50, bar, row.speed.text(".0f"), va="center", color="white")
+        memory.text(gigabytes[bar] / 50, bar, f"{gigabytes[bar]:.2f}", va="center", color="white")
+    for axes, label in ((speed, "tokens/s (more is better)"), (memory, "peak memory, GB (less)")):
+        axes.set_xlabel(label, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("\n".join(textwrap.wrap(caption, 150)), fontsize=7, color="#555555")
     figure.savefig(path, dpi=110)
-
-
-def bars(axes, rows: list[Row], values: list[float], title: str, **style) -> None:
-    """Draw a horizontal bar for each row, with its value inside."""
-    names = [row.program for row in rows]
-    colors = [COLORS[name.split()[0]] for name in names]
-    axes.barh(names, values, color=colors, capsize=3, **style)
-    for bar, value in enumerate(values):
-        axes.text(value / 50, bar, f"{value:.2f}", va="center", fontsize=8, color="white")
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 # ----------------------------------------------------------------------------------------- program
@@ -471,8 +473,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--cases", help="names with commas between (default: all)")
     add("--only", default="", help="programs, with commas between (default: all of each case)")
     add("--list", action="store_true", help="print the cases and exit")
-    add("--rounds", type=int, default=3, help="(default: %(default)s)")
-    add("--steps", type=int, help="optimizer steps of a run (default: 5; 40 on a GPU)")
+    add("--precision", choices=["fp32", "bf16"], help="of a CPU (default: bf16 if it computes it)")
+    add("--rounds", type=int, default=1, help="(default: %(default)s)")
+    add("--steps", type=int, help="optimizer steps of a run (default: 6; 40 on a GPU)")
     add("--skip", type=int, help="first steps to leave out (default: 2; 10 on a GPU)")
     add("--keep", action="store_true", help="keep earlier measurements, and add to them")
     add("--batch_size", type=int, help="sequences of a rank (default: those of the case)")
@@ -480,12 +483,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, default=PROJECT / "runs" / "bench", help="(default: runs/bench)")
     add("--write", action="store_true", help="write benchmarks/RESULTS.md and the figure")
     args = parser.parse_args(argv)
+    # Without bf16 instructions PyTorch emulates bf16, and only the emulation would be measured.
+    precision = args.precision or ("bf16" if cpu_computes_bf16() else "fp32")
     changes = {"model": args.model}
     if args.batch_size:
         changes["batch_size"] = args.batch_size
     args.all_cases = {
         name: replace(case, setting=replace(case.setting, **changes))
-        for name, case in cases_for(args.gpu).items()
+        for name, case in (GPU_CASES if args.gpu else cpu_cases(precision)).items()
     }
     names = args.cases.split(",") if args.cases else [*args.all_cases]
     args.only = [name for name in args.only.split(",") if name]
@@ -497,7 +502,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options := [word for word in argv if word not in ("--gpu", "--write")]:
         args.command += f' BENCH="{" ".join(options)}"'
     args.cases = {name: args.all_cases[name] for name in names}
-    args.steps = args.steps or (40 if args.gpu else 5)
+    args.steps = args.steps or (40 if args.gpu else 6)
     args.skip = (10 if args.gpu else 2) if args.skip is None else args.skip
     return args
 
@@ -533,28 +538,24 @@ def main(argv: list[str]) -> int:
     tables = [(case, rows_of(case, runs, args.skip)) for case in args.all_cases.values()]
     # A case that was not asked for may share runs with another one, and lack its own reference.
     asked = args.cases.values()
-    report(
-        [(c, rows) for c, rows in tables if rows and (c in asked or rows[0].ratios[0])], facts, args
-    )
+    tables = [(c, rows) for c, rows in tables if rows and (c in asked or rows[0].ratios[0])]
+    lines = [*table(tables), ""] if tables else []
+    print("\n".join(lines))
+    if args.write:
+        commands = "`, `".join(facts.get("commands", [args.command]))
+        source = provenance(facts, commands, runs, args.skip)
+        write_section([source, "", *lines], "bench GPU=1" if args.gpu else "bench")
+        if rows := figure_rows(args.all_cases, runs, args.skip):
+            [eager, *_] = args.all_cases.values()
+            figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
+            draw(rows, figure, eager.setting, source.replace("`", ""))
     return 1 if failures else 0
 
 
-def report(tables: Tables, facts: dict, args: argparse.Namespace) -> None:
-    """Print the tables; with --write also write them, and draw the figure."""
-    lines = [*table(tables), ""] if tables else []
-    if not args.gpu and not cpu_computes_bf16():
-        lines.append("bf16 is not measured: this CPU has no bf16 instructions.")
-    print("\n".join(lines))
-    if args.write:
-        name = "bench GPU=1" if args.gpu else "bench"
-        figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
-        commands = "`, `".join(facts.get("commands", [args.command]))
-        source = provenance(facts, commands, args.steps, args.skip)
-        text = RESULTS.read_text(encoding="utf-8")
-        text = replace_section(text, name, [source, "", *lines], by="make bench")
-        RESULTS.write_text(text, encoding="utf-8")
-        in_bf16 = [(case, rows) for case, rows in tables if case.setting.precision == "bf16"]
-        draw(in_bf16 or tables, figure, source.replace("`", ""))
+def write_section(lines: list[str], name: str) -> None:
+    """Replace a generated section of benchmarks/RESULTS.md."""
+    text = RESULTS.read_text(encoding="utf-8")
+    RESULTS.write_text(replace_section(text, name, lines, by="make bench"), encoding="utf-8")
 
 
 def describe(run: Run) -> str:

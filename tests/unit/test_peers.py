@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from benchmarks import peers
-from benchmarks.peers import ONE, PEERS, Case, Run, Spread
+from benchmarks.peers import PEERS, Case, Run, Setting, Spread
 
 GB = 2**30
+ONE = Setting()
 CASE = Case("One process", ONE, PEERS)
 
 
@@ -53,10 +54,27 @@ def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys
     facts = {"hardware": machine, "versions": {"torch": "2.13"}, "started_at": "2026-11-22T10:00"}
     peers.save_runs(tmp_path / "measurements.json", RUNS, facts)
     command = ["--rounds", "0", "--keep", "--cases", "one", "--out", str(tmp_path)]
+    command += ["--precision", "fp32"]
     assert peers.main(command) == 0
     assert "| ours | 3 | 512 (256–1024) | 1.50 (1.00–2.00) |" in capsys.readouterr().out
     assert "512" not in results.read_text() and not (tmp_path / "figure.png").exists()
     assert peers.main([*command, "--write"]) == 0
     text = results.read_text()
     assert "| ours | 3 | 512 (256–1024) |" in text and "CPU cores: 2, a CPU; 24 GB" in text
-    assert text.startswith("a\n") and text.endswith("\nb\n") and (tmp_path / "figure.png").exists()
+    assert text.startswith("a\n") and text.endswith("\nb\n")
+    assert not (tmp_path / "figure.png").exists()  # runs of six steps are too short for it
+
+
+def test_the_figure_has_only_long_runs_in_three_rounds(tmp_path):
+    programs = ("ours", "Trainer")
+    long = [run_of(program, n, [1] * 20) for program in programs for n in (1, 2, 3)]
+    compiled = [replace(run, setting=replace(ONE, compile=True)) for run in long]
+    short = run_of("ours", 4, [9] * 19)
+    rows = peers.figure_rows(peers.cpu_cases("fp32"), [*long, *compiled, short], 2)
+    names = ["ours", "Trainer", "ours, compiled", "Trainer, compiled"]
+    assert [(row.program, row.rounds, row.speed.low) for row in rows] == [
+        (name, 3, 1024) for name in names
+    ]
+    peers.draw(rows, tmp_path / "figure.png", ONE, "caption")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert peers.figure_rows(peers.cpu_cases("fp32"), [*long, *compiled[1:]], 2) == []
