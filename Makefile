@@ -63,7 +63,7 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	@touch $@
 
 demo: setup
-	@echo "== Comparing the strategies on the embedded model (2 to 4 minutes, and one or two more the first time, to compile DeepSpeed's ops)"
+	@echo "== Comparing the strategies on the embedded model (2 to 6 minutes, and one or two more the first time, to compile DeepSpeed's ops)"
 	PYTHON=$(BIN)/python bash compare_strategies.sh
 
 ops: setup

@@ -23,7 +23,7 @@ are distributed over the N ranks. What each rank stores, and what the ranks send
                               the last backward only; until then a rank stores the whole G
 
 The last backward is that of the last micro-batch of a step. dp and fsdp store P and G in fp32.
-DeepSpeed stores them in the precision of the computation; in 16 bits O includes an fp32 copy of P.
+DeepSpeed stores them in the precision of the computation, and O includes an fp32 copy of P.
 
 All strategies train the same model: for the same global batch and without dropout the losses agree
 up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with

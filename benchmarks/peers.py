@@ -454,7 +454,10 @@ def draw(rows: list[Row], path: Path, work: Setting, caption: str) -> None:
     for bar, row in enumerate(rows):
         speed.text(row.speed.median / 50, bar, row.speed.text(".0f"), va="center", color="white")
         memory.text(gigabytes[bar] / 50, bar, f"{gigabytes[bar]:.2f}", va="center", color="white")
-    for axes, label in ((speed, "tokens/s (more is better)"), (memory, "peak memory, GB (less)")):
+    for axes, label in (
+        (speed, "tokens/s (more is better)"),
+        (memory, "peak memory, GB (less is better)"),
+    ):
         axes.set_xlabel(label, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("\n".join(textwrap.wrap(caption, 150)), fontsize=7, color="#555555")

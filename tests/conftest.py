@@ -86,8 +86,18 @@ def environment(tmp_path_factory):
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     tempfile.tempdir = None
     if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-        # What cannot be compiled here is for the tests to report. One worker compiles, on the cores
-        # of all, because the others wait for it.
+        compile_ops()
+
+
+def compile_ops() -> None:
+    """Compile DeepSpeed's ops if some are missing; if that fails, the tests report it.
+
+    One worker compiles, on the cores of all, because the others wait for it.
+    """
+    from support.strategies.ops import missing_ops
+    from support.tables import STRATEGIES as FACTS
+
+    if missing_ops(FACTS["infinity"]):
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         start([sys.executable, PROJECT / "scripts" / "build_ops.py"]).communicate()
@@ -332,6 +342,23 @@ def llama(tmp_path_factory, tiny_tokenizer) -> Path:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     shutil.copytree(tiny_tokenizer, folder, dirs_exist_ok=True)
     return folder
+
+
+SMALL = ["--from_scratch", "--dataset", "pydocs"]  # for a run of small_gpt2
+
+
+@pytest.fixture(scope="session")
+def small_gpt2(tmp_path_factory, tiny_tokenizer) -> Path:
+    """The configuration and tokenizer of a GPT-2 with 123,000 parameters, for runs in bf16.
+
+    A CPU without bf16 instructions emulates them, a hundred times slower than fp32.
+    """
+    from transformers import GPT2Config
+
+    folder = tmp_path_factory.mktemp("small") / "small-gpt2"
+    sizes = {"vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    GPT2Config(**sizes, bos_token_id=0, eos_token_id=0).save_pretrained(folder)
+    return shutil.copytree(tiny_tokenizer, folder, dirs_exist_ok=True)
 
 
 def path_without(tmp_path, *names):

@@ -33,7 +33,11 @@ def test_deepspeed_file_trains_with_the_batch_size_of_the_run(script, tmp_path, 
 
 @pytest.mark.parametrize(
     "strategy, said",
-    [("SHARD_GRAD_OP", ""), ("HYBRID_SHARD", "FULL_SHARD"), ("NO_SHARD", "--strategy dp")],
+    [
+        ("SHARD_GRAD_OP", ""),
+        pytest.param("HYBRID_SHARD", "FULL_SHARD", marks=pytest.mark.slow),
+        pytest.param("NO_SHARD", "--strategy dp", marks=pytest.mark.slow),
+    ],
 )
 def test_fsdp_file_trains_the_same_model(script, alone, tmp_path, strategy, said):
     flags = ["--sharding_strategy", strategy, "--mixed_precision", "FLOAT32"]

@@ -125,7 +125,7 @@ def compare(stubs, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["""a "b" it's $(touch executed)""", "a\ntouch executed", "-x*"])
-def test_a_model_of_the_comparison_is_a_name(compare, stubs, model):
+def test_shell_characters_in_a_model_name_are_passed_literally(compare, stubs, model):
     assert compare(model, f"--dataset={model}").code == 0
     [call] = [call for call in stubs.calls("python") if "torch.distributed.run" in call]
     assert call[call.index("--model") + 1] == model and f"--dataset={model}" in call

@@ -7,6 +7,7 @@
     gpus:N             torch sees N GPUs (this machine has none)
     in_backward        no fault: the gradients of the loss are computed in backward, as in fp16
     unordered:N        at its N-th micro-batch it needs an operation that has no deterministic kernel
+    signal:RANK:N      that rank receives SIGUSR1 as it reads its N-th micro-batch
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
     oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
@@ -14,7 +15,8 @@
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of
     a checkpoint is written
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
-    logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE
+    logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE;
+    and a sample has 15 tokens
     own_means          the mean of each micro-batch of one sequence has the same weight, whatever its tokens
     prove:PYTHON:FAULT --prove starts its runs with this interpreter and this fault ("none": without)
 
@@ -76,6 +78,10 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def request_stop() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def use_all_memory() -> None:
     import resource
 
@@ -90,8 +96,8 @@ def use_all_memory() -> None:
 def plant(kind: str, values: list[str]) -> None:
     import torch
 
-    if kind in ("crash", "hang", "kill"):
-        action = {"crash": crash, "hang": hang, "kill": kill}[kind]
+    if kind in ("crash", "hang", "kill", "signal"):
+        action = {"crash": crash, "hang": hang, "kill": kill, "signal": request_stop}[kind]
         break_steps(int(values[1]), action, rank=int(values[0]))
     elif kind == "oom":
         break_steps(int(values[0]), use_all_memory)
@@ -164,7 +170,9 @@ def plant(kind: str, values: list[str]) -> None:
 
         wrap(tensors, "save_file", save)
     elif kind == "logits":
-        from support.model import export
+        from support.model import export, generate
+
+        generate.NEW_TOKENS = 15
 
         def speak_and_write(number, write, trained, *args):
             trained.model.eval()

@@ -36,11 +36,11 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     work = [*WORK, "--early_stopping_patience", "2", "--no_export"]
     whole = script(*work, "--save_every", "2", "--strategy", "zero2", launcher="torchrun", ranks=2)
     best = whole.results["best_step"]
-    # One evaluation that was no better is just to come.
-    start = whole.folder / "checkpoints" / f"step-{best + 4:08d}"
+    # After one evaluation that was no better, and before the other.
+    start = whole.folder / "checkpoints" / f"step-{best + 6:08d}"
     resumed = script(*work, "--batch_size", "16", "--no_save", "--resume", start)
-    assert json.loads((start / "manifest.json").read_text())["counters"]["best"]["waited"] == 0
-    assert len(resumed.losses) == 4
+    assert json.loads((start / "manifest.json").read_text())["counters"]["best"]["waited"] == 1
+    assert len(resumed.losses) == 2
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
 
 

@@ -50,12 +50,12 @@ def test_few_open_files():
     assert done.returncode == 1 and "ulimit -n 65536" in done.stdout
 
 
-def test_full_disk(script, disk):
+def test_check_reports_a_full_disk(script, disk):
     run = script("--check", "--output_dir", disk(1) / "out", ok=False)
     assert run.code == 1 and "free some space" in run.out
 
 
-def test_port_that_is_taken(script):
+def test_check_reports_a_master_port_in_use(script):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

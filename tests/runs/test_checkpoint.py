@@ -18,6 +18,7 @@ from conftest import (
     FAULT,
     PROJECT,
     SCRIPT,
+    SMALL,
     Run,
     check_schema,
     descendants_of_test,
@@ -33,10 +34,8 @@ WORK = (
     "--lr_scheduler cosine --warmup_steps 3"
 ).split()
 ON_TWO = [*WORK, "--gradient_accumulation_steps", "2"]
-IN_BF16 = [*ON_TWO, "--precision", "bf16"]
 ON_ONE = [*WORK, *"--gradient_accumulation_steps 4 --precision fp32".split()]
 TWO = {"launcher": "torchrun", "ranks": 2}
-PARAMETERS = 4_339_200
 
 
 def history(folder, after=0):
@@ -58,7 +57,7 @@ def steps(*numbers):
 def under(tmp_path_factory):
     """under(strategy): its flags; infinity with sub-groups so small that each rank swaps several."""
     config = json.loads((PROJECT / "ds_config_infinity.json").read_text())
-    config["zero_optimization"]["sub_group_size"] = 700_000
+    config["zero_optimization"]["sub_group_size"] = 20_000
     path = tmp_path_factory.mktemp("config") / "infinity.json"
     path.write_text(json.dumps(config))
     file = {"infinity": ["--ds_config", path]}
@@ -66,10 +65,16 @@ def under(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(script, under):
-    """uninterrupted(strategy): two ranks, bf16, a checkpoint every 2 steps; each runs once."""
+def in_bf16(small_gpt2):
+    """The flags of a small model in bf16 on two ranks."""
+    return [*ON_TWO, "--precision", "bf16", "--model", small_gpt2, *SMALL]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(script, in_bf16, under):
+    """uninterrupted(strategy): in bf16, a checkpoint every 2 steps; each runs once."""
     return functools.cache(
-        lambda strategy: script(*IN_BF16, *under(strategy), "--save_every", "2", **TWO)
+        lambda strategy: script(*in_bf16, *under(strategy), "--save_every", "2", **TWO)
     )
 
 
@@ -91,14 +96,16 @@ IN_SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("zero1", "zer
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *IN_SOAK])
-def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(script, uninterrupted, under, strategy):
+def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+    script, uninterrupted, in_bf16, under, strategy
+):
     whole = uninterrupted(strategy)
     assert checkpoints(whole.folder) == ["latest", *steps(2, 4, 6, 8, 10)]
     saved = whole.folder / "checkpoints" / "step-00000002"
     flags = under(strategy)
     if strategy == "zero2":  # the configuration that the run has written is that of the run
         flags = ["--ds_config", whole.folder / "ds_config.json"]
-    resumed = script(*IN_BF16, *flags, "--resume", saved, **TWO)
+    resumed = script(*in_bf16, *flags, "--resume", saved, **TWO)
     assert history(resumed.folder) == history(whole.folder, after=2)
     for key in ("steps", "samples", "tokens", "train_loss_first", "train_loss_last", "eval_loss"):
         assert resumed.results[key] == whole.results[key], key
@@ -114,29 +121,22 @@ def test_from_the_end_of_an_epoch_whose_evaluation_is_still_to_come(script, alon
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *IN_SOAK])
 def test_each_rank_writes_what_it_holds_and_only_data(uninterrupted, strategy):
-    folder = uninterrupted(strategy).folder / "checkpoints" / "step-00000002"
+    run = uninterrupted(strategy)
+    folder = run.folder / "checkpoints" / "step-00000002"
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".txt"}
     by_rank = [sum(f.stat().st_size for f in folder.glob(f"rank-0000{r}*")) for r in (0, 1)]
-    assert sum(by_rank) == pytest.approx(12 * PARAMETERS, rel=0.01)  # fp32 weight and two moments
-    assert by_rank[0] == pytest.approx(by_rank[1], rel=0.02)
+    values = 3 * run.results["parameters"]  # weights and two moments in fp32, and JSON
+    assert 4 * values < sum(by_rank) < 4.2 * values
+    assert by_rank[0] == pytest.approx(by_rank[1], rel=0.05)
 
 
-def stop_rank_1(text, *args, wait=0):
-    """Start two ranks, and send SIGUSR1 to rank 1 `wait` seconds after they have printed a text."""
-    process = start([*launcher_command("torchrun", 2), SCRIPT, *args])
-    reached(process, text)
-    time.sleep(wait)
-    ranks_of(process)[1].send_signal(signal.SIGUSR1)
-    finish(process, 40)
-
-
-def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, uninterrupted, tmp_path):
-    work = [*IN_BF16, *f"--strategy zero2 --output_dir {tmp_path} --logging_steps 1".split()]
-    stop_rank_1("Epoch 1 | Batch 1/", *work)
-    results = Run(folder=tmp_path).results
-    assert results["status"] == "preempted" and 2 <= results["steps"] < 10
-    assert checkpoints(tmp_path) == ["latest", *steps(results["steps"])]
+def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, in_bf16, uninterrupted, tmp_path):
+    work = [*in_bf16, *f"--strategy zero2 --output_dir {tmp_path}".split()]
+    fault = {"program": FAULT, "env": {"FAULT": "signal:1:5"}}  # while it reads step 3
+    stopped = script(*work, **TWO, **fault, folder=tmp_path, ok=False).results
+    assert stopped["status"] == "preempted" and 2 <= stopped["steps"] < 10
+    assert checkpoints(tmp_path) == ["latest", *steps(stopped["steps"])]
     assert descendants_of_test() == []
     script(*work, "--resume", **TWO, folder=tmp_path)
     assert history(tmp_path) == history(uninterrupted("zero2").folder)
@@ -159,7 +159,9 @@ def test_a_signal_to_the_launcher(tmp_path, launcher, strategy):
     assert checkpoints(tmp_path) == ["latest", *steps(results["steps"])]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_exit_code_of_a_run_that_was_stopped(begin, tmp_path, number):
     flags = f"--epochs 50 --output_dir {tmp_path}".split()
     process = begin([*launcher_command("python", 1), SCRIPT, *ON_ONE, *flags])
@@ -176,7 +178,11 @@ def test_exit_code_of_a_run_that_was_stopped(begin, tmp_path, number):
 def test_a_signal_to_one_rank_during_an_evaluation(script, tmp_path):
     """Before the first step, when there are no moments to save."""
     work = [*ON_TWO, *"--eval_first --eval_samples 2000 --max_steps 3 --output_dir".split()]
-    stop_rank_1("Dataset ready", *work, tmp_path / "stopped", wait=0.5)
+    process = start([*launcher_command("torchrun", 2), SCRIPT, *work, tmp_path / "stopped"])
+    reached(process, "Dataset ready")
+    time.sleep(0.5)
+    ranks_of(process)[1].send_signal(signal.SIGUSR1)
+    finish(process, 40)
     assert Run(folder=tmp_path / "stopped").results["status"] == "preempted"
     assert checkpoints(tmp_path / "stopped") == ["latest", *steps(0)]
     script(*work, tmp_path / "stopped", "--resume", "--no_save", **TWO)
@@ -212,8 +218,15 @@ def test_a_completed_run_is_not_changed_but_exported_on_request(script, alone, c
     assert {**run.results, "export": None} == {**alone.results, "export": None}
 
 
-@pytest.mark.parametrize("fault", ["kill_saving:tensors:3", "kill_saving:manifest:3", "kill:0:34"])
-def test_killed(script, alone, tmp_path, fault):
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill_saving:manifest:3",
+        "kill:0:34",
+        pytest.param("kill_saving:tensors:3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_resumes_from_its_last_complete_checkpoint(script, alone, tmp_path, fault):
     """The third save (step 9) is cut off, before or after its tensors are written; or the process
     dies in step 8 or 9.
     """

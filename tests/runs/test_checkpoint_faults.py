@@ -13,6 +13,8 @@ import pytest
 from cluster_work import reached
 from conftest import SCRIPT, Run, finish, launcher_command, load_exported, start
 
+from support.errors import UserError
+
 RANK_FILE = "rank-00000-000.safetensors"
 
 
@@ -92,7 +94,6 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
     from support.checkpoints.find import find_checkpoint
     from support.checkpoints.verify import open_checkpoint
     from support.cli.parse import parse_arguments
-    from support.errors import UserError
 
     damage(copy)
     args = parse_arguments(["--resume", "--resume_force", "--output_dir", str(copy)])
@@ -162,3 +163,45 @@ def test_a_failed_export_keeps_the_weights(script, work, tmp_path, disk):
     assert not any(elsewhere.iterdir())
     again = script(*work, "--max_steps", "60", "--resume", "--output_dir", folder, folder=folder)
     assert load_exported(folder / "hf") and again.results["steps"] == 60
+
+
+@pytest.mark.parametrize("content", ["../other", "{}/other", ".."])
+def test_a_latest_file_cannot_point_outside_its_checkpoint(tmp_path, content):
+    """A DeepSpeed checkpoint that names a folder elsewhere is not opened there."""
+    import torch
+
+    from support.checkpoints.foreign import open_foreign
+
+    weight = tmp_path / "other" / "zero" / "weight"
+    weight.mkdir(parents=True)
+    torch.save(torch.zeros(1), weight / "fp32.pt")
+    (tmp_path / "zero").symlink_to(tmp_path / "other" / "zero")
+    (tmp_path / "universal").mkdir()
+    (tmp_path / "universal" / "latest_universal").write_text(content.format(tmp_path))
+    opened = open_foreign(tmp_path / "universal", trusted=True, scratch=tmp_path)
+    with pytest.raises(UserError, match="no zero"), opened:
+        pass
+
+
+class Evil:
+    """An object whose unpickling writes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickles_of_foreign_checkpoints_are_not_executed(tmp_path):
+    import torch
+
+    from support.checkpoints.foreign import open_foreign
+
+    place = tmp_path / "zero" / "weight"
+    place.mkdir(parents=True)
+    torch.save(Evil(tmp_path / "executed"), place / "fp32.pt")
+    opened = open_foreign(tmp_path, trusted=True, scratch=tmp_path)
+    with pytest.raises(UserError, match=r"fp32\.pt"), opened:
+        pass
+    assert not (tmp_path / "executed").exists()

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from conftest import (
     FAULT,
     PROJECT,
     SAME_WORK,
+    SMALL,
     SPLIT,
     STRATEGIES,
     Run,
@@ -31,8 +33,9 @@ from conftest import (
 from project_copy import copy_project
 
 REPORT = PROJECT / "scripts" / "compare_runs.py"
-BF16 = [*SAME_WORK, *SPLIT, "--precision", "bf16"]
-SMALL = ["--seq_length", "32", "--batch_size", "2", "--precision", "fp32"]
+BF16 = [*SAME_WORK, *SPLIT, "--precision", "bf16", *SMALL]
+MODEL = "small-gpt2"
+SHORT = ["--seq_length", "32", "--batch_size", "2", "--precision", "fp32"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def by_strategy(found):
 
 def run_of(folder, strategy):
     """The first run of a strategy."""
-    return Run(folder=folder / "comparison_runs" / "tiny-gpt2" / strategy / "1")
+    return Run(folder=folder / "comparison_runs" / MODEL / strategy / "1")
 
 
 def flat(text):
@@ -69,14 +72,15 @@ def flat(text):
 
 
 @pytest.fixture(scope="module")
-def all_seven(tmp_path_factory, compare):
+def all_seven(tmp_path_factory, small_gpt2, compare):
     """All strategies in bf16 on two processes, in a folder with a space in its name: (folder,
-    output, report).
+    output, report). The model is in a folder, too.
     """
     if not Path("/usr/include/libaio.h").exists():
         skip("infinity needs libaio: apt install libaio-dev")
     folder = tmp_path_factory.mktemp("my work")
-    code, out, found = compare(folder, "tiny-gpt2", *BF16)
+    shutil.copytree(small_gpt2, folder / MODEL)
+    code, out, found = compare(folder, MODEL, *BF16, name=MODEL)
     assert code == 0, out
     return folder, out, found
 
@@ -87,7 +91,7 @@ def test_simulated_comparison(tmp_path, compare):
     mixed with real runs.
     """
     env = {"STRATEGIES": "dp fsdp", "SIMULATE_GPUS": 4}
-    code, out, found = compare(tmp_path, "tiny-gpt2", *SMALL, **env)
+    code, out, found = compare(tmp_path, "tiny-gpt2", *SHORT, **env)
     assert code == 0, out
     work, rows = found["work"], by_strategy(found)
     assert (work["simulated_world_size"], work["world_size"], found["same_model"]) == (4, 1, None)
@@ -95,13 +99,15 @@ def test_simulated_comparison(tmp_path, compare):
     assert rows["fsdp"]["saved"] == pytest.approx(0.75, abs=0.01)
 
 
-def test_all_strategies_do_the_same_work(all_seven, reference):
+def test_all_strategies_do_the_same_work(all_seven, small_gpt2, script):
     folder, out, found = all_seven
+    in_fp32 = ["--precision", "fp32", "--batch_size", "8", "--model", small_gpt2]
+    reference = script(*SAME_WORK, *in_fp32, *SMALL)
     rows = by_strategy(found)
     assert list(rows) == STRATEGIES
     assert {row["status"] for row in rows.values()} == {"completed"}
     assert found["reference"] == "dp" and found["same_model"] and found["departing"] == []
-    report = folder / "comparison_results_tiny-gpt2.md"
+    report = folder / f"comparison_results_{MODEL}.md"
     assert report.with_suffix(".png").stat().st_size > 10_000
     losses_of_dp = run_of(folder, "dp").losses
     for name, row in rows.items():  # the numbers of the report, taken again from the raw files
@@ -117,7 +123,7 @@ def test_all_strategies_do_the_same_work(all_seven, reference):
         # The table, and the exact command.
         for table in (out, report.with_suffix(".txt").read_text()):
             assert re.search(rf"^{name} +completed ", table, re.M)
-        assert re.search(rf"--precision bf16 --strategy {name}$", report.read_text(), re.M)
+        assert re.search(rf"--precision bf16 .*--strategy {name}$", report.read_text(), re.M)
 
 
 def test_memory_saved_on_two_ranks(all_seven):
@@ -130,7 +136,7 @@ def test_memory_saved_on_two_ranks(all_seven):
     rows, parameters = by_strategy(found), found["work"]["parameters"]
     expected = {"dp": 16, "zero1": 9, "zero2": 9, "zero3": 8, "offload": 2, "fsdp": 8}
     for name, each in expected.items():
-        assert rows[name]["memory_bytes"] / parameters == pytest.approx(each, rel=0.02), name
+        assert rows[name]["memory_bytes"] / parameters == pytest.approx(each, rel=0.03), name
     assert rows["fsdp"]["saved"] == pytest.approx(0.5, abs=0.02)
     assert rows["infinity"]["memory_bytes"] < rows["offload"]["memory_bytes"]
     # Masters and moments, and gradients; of infinity those of both ranks, and the working copy
@@ -150,12 +156,14 @@ def test_bytes_sent(all_seven):
     # offload reduce gradients after each of two micro-batches.
     for name, sent in {"dp": 4, "zero1": 3, "zero2": 5, "offload": 5}.items():
         assert rows[name]["sent_bytes"] == pytest.approx(sent * parameters, rel=1e-3), name
-    for name in ("zero3", "infinity"):  # gathered twice, and scattered, in each micro-batch
+    # In each micro-batch gathered and scattered. So small a model stays gathered until backward; a
+    # larger one is gathered twice (test_equality.py).
+    for name in ("zero3", "infinity"):
         volume = rows[name]["volume"]
-        assert 6 <= volume < 7, name
+        assert 3.9 < volume < 5, name
         assert rows[name]["sent_bytes"] == pytest.approx(volume * parameters, rel=1e-3), name
     # Both embeddings and the last norm stay gathered from forward to backward.
-    outermost = (4096 + 512) * 256 + 2 * 256
+    outermost = (300 + 64) * 64 + 2 * 64
     expected = 2 * (2 - outermost / parameters) + 1  # scattered once a step
     assert rows["fsdp"]["volume"] == pytest.approx(expected, rel=1e-3)
 
@@ -163,7 +171,7 @@ def test_bytes_sent(all_seven):
 def test_the_control_shows_what_the_comparison_can_see(all_seven, tmp_path):
     """A tenth more learning rate, and whether that is beyond the tolerance."""
     folder, _, found = all_seven
-    control, runs = found["control"], folder / "comparison_runs" / "tiny-gpt2"
+    control, runs = found["control"], folder / "comparison_runs" / MODEL
     higher, lr = (run_of(folder, name).metrics[0]["lr"] for name in ("control", "dp"))
     assert higher == pytest.approx(1.1 * lr)
     assert control["difference"] > max(row["difference"] for row in found["strategies"])
@@ -177,15 +185,15 @@ def test_the_control_shows_what_the_comparison_can_see(all_seven, tmp_path):
 @pytest.mark.slow
 def test_resume_does_only_what_is_missing(all_seven, compare):
     folder, _, before = all_seven
-    runs = folder / "comparison_runs" / "tiny-gpt2"
+    runs = folder / "comparison_runs" / MODEL
     files = [runs / name / "1" / "results.json" for name in STRATEGIES if name != "zero1"]
     times = [file.stat().st_mtime_ns for file in files]
     (runs / "zero1" / "1" / "outcome.txt").write_text("interrupted\n")
-    code, out, found = compare(folder, "tiny-gpt2", *BF16, RESUME=1)
+    code, out, found = compare(folder, MODEL, *BF16, name=MODEL, RESUME=1)
     assert code == 0, out
     assert by_strategy(found)["zero1"]["final_loss"] == by_strategy(before)["zero1"]["final_loss"]
 
-    code, out, _ = compare(folder, "tiny-gpt2", *BF16, "--lr", "9e-4", RESUME=1)
+    code, out, _ = compare(folder, MODEL, *BF16, "--lr", "9e-4", RESUME=1)
     assert code == 2 and "another comparison" in out and "9e-4" in out
     assert [file.stat().st_mtime_ns for file in files] == times
 
@@ -219,7 +227,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
 
     env = {"STRATEGIES": "dp zero2 zero3 fsdp zero1", "TIMEOUT": limit, "CONTROL": 0}
     script = project / "compare_strategies.sh"
-    code, out, found = compare(work, *SMALL, "--max_steps", "6", script=script, **env)
+    code, out, found = compare(work, *SHORT, "--max_steps", "6", script=script, **env)
     rows = by_strategy(found)
     status = {"dp": "completed", "zero1": "completed"}
     status |= {"zero2": "failed", "zero3": "timeout", "fsdp": "oom"}
@@ -261,7 +269,7 @@ def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     (runs / "dp" / "1").mkdir(parents=True)
     (runs / "dp" / "1" / "results.json").write_text("{}")
     process = start(
-        ["bash", PROJECT / "compare_strategies.sh", *SMALL, "--max_steps", "6"],
+        ["bash", PROJECT / "compare_strategies.sh", *SHORT, "--max_steps", "6"],
         cwd=tmp_path,
         env={"PYTHON": sys.executable, "NUM_GPUS": 2, "STRATEGIES": "dp infinity fsdp"},
     )
@@ -302,5 +310,5 @@ def test_two_comparisons_of_a_model_in_one_folder(tmp_path, compare):
     (tmp_path / "comparison_runs").mkdir()
     with open(tmp_path / "comparison_runs" / ".tiny-gpt2.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code, out, _ = compare(tmp_path, *SMALL)
+        code, out, _ = compare(tmp_path, *SHORT)
     assert code == 2 and out.count("❌") == 1 and "Another comparison" in out

@@ -31,6 +31,14 @@ def test_a_rank_holds_what_is_predicted(fp32_run, strategy):
         assert held[kind] == pytest.approx(predicted[kind], rel=0.02 if kind in STATES else 0.1)
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "infinity"])
+def test_parameters_are_gathered_for_forward_and_again_for_backward(fp32_run, strategy):
+    """In each of two micro-batches, and gradients are scattered once; a rank sends half of each."""
+    results = fp32_run(strategy).results
+    elements = results["communication_bytes_per_step"] / 4
+    assert 6 <= elements / (results["parameters"] / 2) < 7
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_exported_model_is_the_live_one(fp32_run, strategy):
     import torch
@@ -48,7 +56,7 @@ def test_exported_model_is_the_live_one(fp32_run, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sample_is_the_same_from_every_strategy(fp32_run, strategy):
     sample = fp32_run(strategy).results["sample"]
-    assert sample.startswith("The") and len(sample) > 50
+    assert sample.startswith("The") and len(sample) > 20
     # Losses agree to 1e-5, so the first tokens are equal; later ones may differ at a near tie.
     assert sample[:20] == fp32_run("dp").results["sample"][:20]
     assert f"💬 {sample}" in fp32_run(strategy).out

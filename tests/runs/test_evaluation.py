@@ -21,7 +21,11 @@ def expected(llama, text_file):
         return np.mean([model(input_ids=row, labels=row).loss.item() for row in blocks])
 
 
-@pytest.mark.parametrize("strategy, ranks", [("dp", 1), ("dp", 2), ("zero3", 2), ("fsdp", 2)])
+# test_equality.py compares the loss of an evaluation under every strategy on two ranks.
+IN_SLOW = [pytest.param(name, 2, marks=pytest.mark.slow) for name in ("dp", "fsdp")]
+
+
+@pytest.mark.parametrize("strategy, ranks", [("dp", 1), ("zero3", 2), *IN_SLOW])
 def test_evaluation_equals_transformers(script, llama, text_file, expected, strategy, ranks):
     run = script(
         *f"--model {llama} --dataset {text_file} --seq_length {SEQ_LENGTH} --eval_only".split(),

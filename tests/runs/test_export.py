@@ -49,7 +49,7 @@ def saved(script):
     return script(*WORK, *"--precision fp32 --strategy zero2 --save_every 2".split(), **TWO)
 
 
-def test_inspect(saved, begin):
+def test_inspect_shows_step_strategy_ranks_and_tensors(saved, begin):
     """In a process of its own, as a user starts it."""
     process = begin([*CONVERT, saved.folder, "--inspect"], {"HF_HUB_OFFLINE": "1"})
     out, err = finish(process, 120)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from cluster_work import ranks_of, reached
-from conftest import FAULT, SCRIPT, descendants_of_test, finish, launcher_command, start
+from conftest import FAULT, SCRIPT, SMALL, descendants_of_test, finish, launcher_command, start
 
 WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
 
@@ -39,6 +39,8 @@ def test_killed_rank_ends_all_within_30_seconds(tmp_path):
     assert process.returncode != 0
     assert time.monotonic() - killed < 30
     assert "SIGKILL" in err or "Signal 9" in err  # the launcher's own report names the cause
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["status"] != "running"
     assert descendants_of_test() == []
 
 
@@ -52,11 +54,14 @@ def test_loss_that_is_not_finite_stops_the_run(script, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
-def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(script, strategy):
+def test_gradient_that_is_not_finite_stops_the_run_and_is_in_no_checkpoint(
+    script, small_gpt2, strategy
+):
     """DeepSpeed leaves out such an update under zero3, and not in bf16 under zero1."""
     run = script(
         *WORK,
         *f"--strategy {strategy} --precision bf16 --save_every 1".split(),
+        *["--model", small_gpt2, *SMALL],
         program=FAULT,
         env={"FAULT": "infinite:3"},
         ok=False,

@@ -42,6 +42,6 @@ def test_fp16_updates_nothing_after_a_loss_that_is_not_finite(loss):
     assert not start.equal(first) and all(first.equal(weights) for weights in later)
 
 
-def test_an_optimizer_that_reads_no_flag_is_asked():
+def test_a_non_finite_loss_is_an_error_if_the_optimizer_cannot_skip_updates():
     with pytest.raises(gradients.TrainingError, match="The loss is nan"):
         weights_after((float("nan"), 0.5), fused=False)

@@ -151,7 +151,9 @@ def test_exported_model_keeps_the_name_of_its_activation(script):
     assert fused.losses == pytest.approx(own.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy, family", [("zero3", "untied"), ("fsdp", "tied")])
+@pytest.mark.parametrize(
+    "strategy, family", [("zero3", "untied"), pytest.param("fsdp", "tied", marks=pytest.mark.slow)]
+)
 def test_gradients_computed_in_backward_find_the_whole_weight(script, llama, strategy, family):
     """As in fp16, which a CPU does not have: each rank's part of the weight must have been gathered
     again by then.

@@ -18,9 +18,10 @@ WORK = (
 ).split()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "accumulation"), [("dp", 1, 2), ("zero2", 2, 1), ("fsdp", 2, 1)]
-)
+IN_SLOW = [pytest.param(name, 2, 1, marks=pytest.mark.slow) for name in ("zero2", "fsdp")]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "accumulation"), [("dp", 1, 2), *IN_SLOW])
 def test_old_checkpoint_resumes(script, tmp_path, strategy, ranks, accumulation):
     """Under the strategy that wrote it, and under others on two ranks with the same global batch.
 

@@ -9,6 +9,7 @@ import pytest
 from conftest import assert_close, skip
 from memory_checks import WORK, assert_as_predicted, simulate
 
+slow = pytest.mark.slow
 TWO = {"launcher": "torchrun", "ranks": 2}
 STEPS = ["--seq_length", "64", "--max_steps", "8", "--no_eval", "--no_export"]
 
@@ -39,7 +40,9 @@ def in_soak(*values):
     return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "offload", "fsdp", *in_soak("zero1")])
+@pytest.mark.parametrize(
+    "strategy", ["zero2", "zero3", "fsdp", pytest.param("offload", marks=slow), *in_soak("zero1")]
+)
 def test_sgd_is_the_same_under_every_strategy(script, half_way, strategy):
     whole, args = half_way("sgd")
     assert whole.losses[-1] < whole.losses[0] - 0.2
@@ -48,17 +51,17 @@ def test_sgd_is_the_same_under_every_strategy(script, half_way, strategy):
     assert run.results["memory"]["moments_bytes"] < 100
 
 
-def test_adafactor_resumes_on_two_ranks_and_no_other_optimizer_does(script, half_way):
+def test_adafactor_resumes_on_two_ranks(script, half_way):
     whole, args = half_way("adafactor")
     assert whole.losses[-1] < whole.losses[0] - 0.2
     assert_close(script(*args, **TWO).losses, whole.losses[4:], 1e-5)
     parameters = whole.results["memory"]["categories_bytes"]["parameters"]
     assert whole.results["memory"]["moments_bytes"] < 0.02 * parameters
-    refused = script(*args, "--batch_size", "4", "--optim", "sgd", ok=False)
-    assert refused.code == 2 and "adafactor" in refused.error
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero3", *in_soak("zero1", "zero2")])
+@pytest.mark.parametrize(
+    "strategy", ["zero3", pytest.param("dp", marks=slow), *in_soak("zero1", "zero2")]
+)
 def test_8bit_adamw_resumes_under_another_strategy(script, half_way, bitsandbytes, strategy):
     """Blocks of 8-bit values begin elsewhere in DeepSpeed's flat tensors, so they round otherwise."""
     whole, args = half_way("adamw_8bit")
@@ -70,12 +73,13 @@ def test_8bit_adamw_resumes_under_another_strategy(script, half_way, bitsandbyte
 
 def test_adamw_continues_with_8bit_moments(script, half_way, bitsandbytes):
     whole, args = half_way("adamw")
-    run = script(*args, "--optim", "adamw_8bit", **TWO)
+    run = script(*args, "--batch_size", "4", "--optim", "adamw_8bit")
     assert_close(run.losses, whole.losses[4:], 2e-3)
 
 
 @pytest.mark.parametrize(
-    "strategy, optim", [("zero2", "sgd"), ("dp", "adafactor"), ("zero2", "adamw_8bit")]
+    "strategy, optim",
+    [("dp", "adafactor"), ("zero2", "adamw_8bit"), pytest.param("zero2", "sgd", marks=slow)],
 )
 def test_prediction_for_optimizers(request, script, strategy, optim):
     if optim == "adamw_8bit":

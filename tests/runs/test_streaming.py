@@ -32,10 +32,9 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(script, tmp_path):
     rows = as_lines(tmp_path / "rows.jsonl", [{"text": topics[name]} for name in sorted(topics)])
     work = [*WORK, "--dataset", rows, "--batch_size", "2", "--dropout", "0.1"]
     whole = script(*work, "--save_every", "3", **TWO)
-    for step in (3, 9):
-        checkpoint = whole.folder / "checkpoints" / f"step-{step:08d}"
-        resumed = script(*work, "--no_export", "--resume", checkpoint, **TWO)
-        assert resumed.losses == whole.losses[step:]
+    checkpoint = whole.folder / "checkpoints" / "step-00000003"
+    resumed = script(*work, "--no_export", "--resume", checkpoint, **TWO)
+    assert resumed.losses == whole.losses[3:]
 
 
 def test_the_same_blocks_on_any_number_of_ranks(script, text_file):
@@ -64,12 +63,11 @@ def test_each_row_once_in_a_pass_and_in_another_order(script, llama, tmp_path):
     first, second = losses[:20], losses[20:]
     assert sorted(first) == sorted(second) == sorted(round(loss, 4) for loss in plain.losses)
     assert first != second and len(set(first)) > 15
-    for step in (8, 27):
-        checkpoint = streamed.folder / "checkpoints" / f"step-{step:08d}"
-        resumed = script(*work, "--resume", checkpoint)
-        assert resumed.losses == streamed.losses[step:]
-        # What was cut is counted once.
-        assert resumed.results["dataset"] == streamed.results["dataset"]
+    checkpoint = streamed.folder / "checkpoints" / "step-00000027"
+    resumed = script(*work, "--resume", checkpoint)
+    assert resumed.losses == streamed.losses[27:]
+    # What was cut is counted once.
+    assert resumed.results["dataset"] == streamed.results["dataset"]
     assert streamed.results["dataset"]["truncated"] == plain.results["dataset"]["truncated"] > 0
 
 

@@ -88,7 +88,7 @@ def test_values_of_the_file_are_used(read, content, flags, values):
         (optimizer("AdamW"), ["--optim", "sgd"], "--optim sgd contradicts the optimizer AdamW"),
     ],
 )
-def test_what_cannot_hold_is_refused(read, content, flags, says):
+def test_a_deepspeed_file_that_contradicts_the_flags_is_refused(read, content, flags, says):
     with pytest.raises(UserError, match=says):
         read(content, *flags)
 

@@ -36,7 +36,7 @@ def test_library_error_gets_advice(error, said):
         ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
     ],
 )
-def test_whose_memory_is_out(text, on_host):
+def test_out_of_memory_errors_tell_host_from_gpu_memory(text, on_host):
     error = explain(RuntimeError(text))
     assert error.on_host == on_host and "Out of memory" in str(error)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.checkpoints.foreign import open_foreign
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 from support.files import safetensors_writer as writer
@@ -23,30 +22,6 @@ from support.files.atomic import (
 )
 from support.report.results import check_all_see
 from support.startup import check_model_path
-
-
-@pytest.mark.parametrize("content", ["../other", "{}/other", ".."])
-def test_a_mark_names_a_folder_next_to_it(tmp_path, content):
-    """A DeepSpeed checkpoint that names a folder elsewhere is not opened there."""
-    weight = tmp_path / "other" / "zero" / "weight"
-    weight.mkdir(parents=True)
-    torch.save(torch.zeros(1), weight / "fp32.pt")
-    (tmp_path / "zero").symlink_to(tmp_path / "other" / "zero")
-    (tmp_path / "universal").mkdir()
-    (tmp_path / "universal" / "latest_universal").write_text(content.format(tmp_path))
-    opened = open_foreign(tmp_path / "universal", trusted=True, scratch=tmp_path)
-    with pytest.raises(UserError, match="no zero"), opened:
-        pass
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x02cos\nsystem\nU\x04trueR."])
-def test_files_of_another_program_are_data(tmp_path, content):
-    place = tmp_path / "zero" / "weight"
-    place.mkdir(parents=True)
-    (place / "fp32.pt").write_bytes(content)
-    opened = open_foreign(tmp_path, trusted=True, scratch=tmp_path)
-    with pytest.raises(UserError, match=r"fp32\.pt"), opened:
-        pass
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ PATCHES = {
 
 
 @pytest.mark.parametrize("target", PATCHES.values(), ids=PATCHES)
-def test_target_exists(target):
+def test_each_patched_attribute_exists_in_the_installed_library(target):
     if "masking_utils" in target and Version(transformers.__version__) < OLDEST_TRANSFORMERS:
         skip(f"transformers {transformers.__version__} has no {target}")
     if "bitsandbytes" in target:

@@ -149,7 +149,7 @@ def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_pat
         (["1", "1"], [3, 5], 100, [3, 3]),
     ],
 )
-def test_shares(weights, sizes, most, counts):
+def test_dataset_weights_become_sequences_per_epoch(weights, sizes, most, counts):
     assert shares_of([Fraction(weight) for weight in weights], sizes, most) == counts
 
 

@@ -114,7 +114,7 @@ def test_warmup_ratio_is_a_share_of_all_steps():
     assert ratio == rates("--warmup_steps", "3") != rates()
 
 
-def test_words_of_fsdp():
+def test_fsdp_takes_the_options_of_trainer():
     def options(*flags):
         return parse_arguments(["--fsdp", *flags]).fsdp
 

@@ -194,7 +194,7 @@ def test_no_library_can_swallow_a_signal(stop):
         stop.defer()
 
 
-def test_a_deferred_signal_only_asks(stop, monkeypatch):
+def test_a_first_stop_signal_requests_a_save_and_a_later_one_interrupts(stop, monkeypatch):
     stop.defer()
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
