@@ -39,6 +39,11 @@ SAME_WORK = [
 SPLIT = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]  # on two ranks
 
 
+def slow(*values):
+    """The values of a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def skip(reason: str) -> None:
     """Skip with a reason; where nothing may be skipped (CI), fail with it."""
     if os.environ.get("FAIL_ON_SKIP"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cluster_work import WORK, setup
-from conftest import assert_close, finish, start
+from conftest import assert_close, finish, slow, start
 from generated_scripts import LAUNCHER, SLURM
 
 OFFLOAD_ALL = ["--offload_optimizer", "--offload_param"]
@@ -33,11 +33,7 @@ def test_deepspeed_file_trains_with_the_batch_size_of_the_run(script, tmp_path, 
 
 @pytest.mark.parametrize(
     "strategy, said",
-    [
-        ("SHARD_GRAD_OP", ""),
-        pytest.param("HYBRID_SHARD", "FULL_SHARD", marks=pytest.mark.slow),
-        pytest.param("NO_SHARD", "--strategy dp", marks=pytest.mark.slow),
-    ],
+    [("SHARD_GRAD_OP", ""), slow("HYBRID_SHARD", "FULL_SHARD"), slow("NO_SHARD", "--strategy dp")],
 )
 def test_fsdp_file_trains_the_same_model(script, alone, tmp_path, strategy, said):
     flags = ["--sharding_strategy", strategy, "--mixed_precision", "FLOAT32"]

@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from conftest import assert_close, load_exported, skip
+from conftest import assert_close, load_exported, skip, slow
 from memory_checks import WORK, assert_as_predicted, simulate
 
 TWO = {"launcher": "torchrun", "ranks": 2}
@@ -33,7 +33,7 @@ def test_4bit_adapters_learn_what_others_learn(script, work, packed):
     assert load_exported(packed.folder / "hf").num_parameters() < plain.results["parameters"]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("offload", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["zero2", slow("offload")])
 def test_a_checkpoint_goes_on_under_another_strategy(script, work, packed, strategy):
     start = ["--resume", packed.folder / "checkpoints" / "step-00000004", "--no_export"]
     args = [*work, "--load_in_4bit", "--precision", "fp32", "--batch_size", "2", *start]
@@ -44,7 +44,7 @@ def test_a_checkpoint_goes_on_under_another_strategy(script, work, packed, strat
         assert refused.code == 2 and "4 bits" in refused.error
 
 
-@pytest.mark.parametrize("strategy", ["dp", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["dp", slow("zero2")])
 def test_prediction_for_4bit(script, work, strategy):
     args = [*work[:2], "--dataset", "pydocs", *WORK, "--lora_r", "8", "--load_in_4bit"]
     run = simulate(script, *args, "--strategy", strategy, "--precision", "bf16", ranks=2)

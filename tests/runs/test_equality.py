@@ -49,6 +49,7 @@ def test_exported_model_is_the_live_one(fp32_run, strategy):
         logits = model(input_ids=torch.arange(32)[None]).logits
     assert (logits - torch.load(run.folder / "logits.pt")).abs().max() < 1e-5
     assert model.lm_head.weight is model.transformer.wte.weight  # tied, and stored once
+    assert model.config.activation_function == "gelu_new"  # training computes a fused function
     names = {path.name for path in (run.folder / "hf").iterdir() if "token" not in path.name}
     assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SEQ_LENGTH, BLOCKS = 48, 7  # a number of blocks that 2 does not divide
@@ -21,11 +22,9 @@ def expected(llama, text_file):
         return np.mean([model(input_ids=row, labels=row).loss.item() for row in blocks])
 
 
-# test_equality.py compares the loss of an evaluation under every strategy on two ranks.
-IN_SLOW = [pytest.param(name, 2, marks=pytest.mark.slow) for name in ("dp", "fsdp")]
-
-
-@pytest.mark.parametrize("strategy, ranks", [("dp", 1), ("zero3", 2), *IN_SLOW])
+@pytest.mark.parametrize(
+    "strategy, ranks", [("dp", 1), ("zero3", 2), slow("dp", 2), slow("fsdp", 2)]
+)
 def test_evaluation_equals_transformers(script, llama, text_file, expected, strategy, ranks):
     run = script(
         *f"--model {llama} --dataset {text_file} --seq_length {SEQ_LENGTH} --eval_only".split(),

@@ -1,6 +1,7 @@
 """LoRA under every strategy: the same adapters, in peft's format, and the model that they make."""
 
 import json
+import shutil
 
 import pytest
 from conftest import assert_close, load_exported
@@ -108,18 +109,15 @@ def test_frozen_weights_have_the_dtype_of_computations(script, plain, work):
     assert_close(sharded.losses, whole.losses, 1e-2)
 
 
-def test_gpt2_in_bf16_with_dropout(script, text_file, tiny_tokenizer, tmp_path):
+def test_gpt2_in_bf16_with_dropout(script, text_file, small_gpt2, tmp_path):
     """Its linear layers keep their weights the other way round, and its output layer is its
     embedding.
     """
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    for file in tiny_tokenizer.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(small_gpt2, tmp_path, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small_gpt2))
+    model.save_pretrained(tmp_path)
     work = f"--model {tmp_path} --dataset {text_file} --seq_length 32 --max_steps 6".split()
     work += "--no_eval --precision bf16 --lora_dropout 0.1".split()
     refused = script(*work, *LORA, "--lora_targets", "c_attn,lm_head", ok=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import FAULT
+from conftest import FAULT, slow
 from operations import Operations
 from torch import nn
 
@@ -143,17 +143,7 @@ def test_a_step_does_not_wait_for_the_gpu():
 WORK = "--seq_length 64 --batch_size 2 --max_steps 4 --precision fp32 --no_eval --strategy".split()
 
 
-def test_exported_model_keeps_the_name_of_its_activation(script):
-    """The fused function gives the same losses."""
-    fused, own = script(*WORK, "dp"), script(*WORK, "dp", "--no_fused_gelu", "--no_export")
-    exported = transformers.AutoConfig.from_pretrained(fused.folder / "hf")
-    assert exported.activation_function == "gelu_new"
-    assert fused.losses == pytest.approx(own.losses, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "strategy, family", [("zero3", "untied"), pytest.param("fsdp", "tied", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("strategy, family", [("zero3", "untied"), slow("fsdp", "tied")])
 def test_gradients_computed_in_backward_find_the_whole_weight(script, llama, strategy, family):
     """As in fp16, which a CPU does not have: each rank's part of the weight must have been gathered
     again by then.

@@ -5,7 +5,7 @@ import shlex
 from collections import Counter
 
 import pytest
-from conftest import STRATEGIES, finish
+from conftest import STRATEGIES, finish, slow
 from memory_checks import plan, planned
 
 
@@ -35,7 +35,7 @@ def test_plan_fits_a_terminal_and_explains_its_peak():
         assert max(sums.values()) == need["peak_bytes"], need["strategy"]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("dp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["zero2", slow("dp")])
 def test_plan_of_a_cpu_is_the_memory_of_its_process(script, strategy):
     work = ["--seq_length", "256", "--batch_size", "4", "--precision", "fp32"]
     flags = ["--strategy", strategy, "--max_steps", "2", "--no_eval", "--no_export"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULT, STRATEGIES, assert_close
+from conftest import FAULT, STRATEGIES, assert_close, slow
 from one_rank import one_rank
 
 from real_model_example import learning_rate
@@ -58,7 +58,7 @@ def test_gradient_checkpointing_computes_again_and_changes_no_loss(
 COMPILED = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in STRATEGIES[1:]]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("dp", marks=pytest.mark.slow), *COMPILED])
+@pytest.mark.parametrize("strategy", [slow("dp"), *COMPILED])
 def test_compile_compiles_and_changes_no_loss(script, tmp_path, strategy):
     work, env = [*WORK, "--strategy", strategy], {"TORCHINDUCTOR_CACHE_DIR": tmp_path}
     compiled = script(*work, "--compile", env=env, **TWO, timeout=600)
@@ -91,11 +91,10 @@ def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_fi
     assert len(tokenizer) > 300
     base = script("--model", llama, "--dataset", text_file, *WORK)
     work = ["--model", grown_model, "--dataset", text_file, *WORK]
-    grown, sharded = script(*work), script(*work, "--strategy", "zero3")
+    grown = script(*work)
     assert "enlarged" not in base.out and "enlarged" in grown.out
     new = 2 * 64 * (len(tokenizer) - 300)
     assert grown.results["parameters"] == base.results["parameters"] + new
-    assert_close(sharded.losses, grown.losses, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conftest import slow
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "checkpoint_format_1"
 WORK = (
@@ -18,10 +19,9 @@ WORK = (
 ).split()
 
 
-IN_SLOW = [pytest.param(name, 2, 1, marks=pytest.mark.slow) for name in ("zero2", "fsdp")]
-
-
-@pytest.mark.parametrize(("strategy", "ranks", "accumulation"), [("dp", 1, 2), *IN_SLOW])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulation"), [("dp", 1, 2), slow("zero2", 2, 1), slow("fsdp", 2, 1)]
+)
 def test_old_checkpoint_resumes(script, tmp_path, strategy, ranks, accumulation):
     """Under the strategy that wrote it, and under others on two ranks with the same global batch.
 

@@ -3,13 +3,13 @@
 The tests with bitsandbytes are skipped where it is not installed.
 """
 
+import functools
 import importlib.util
 
 import pytest
-from conftest import assert_close, skip
+from conftest import assert_close, skip, slow
 from memory_checks import WORK, assert_as_predicted, simulate
 
-slow = pytest.mark.slow
 TWO = {"launcher": "torchrun", "ranks": 2}
 STEPS = ["--seq_length", "64", "--max_steps", "8", "--no_eval", "--no_export"]
 
@@ -23,15 +23,13 @@ def bitsandbytes():
 @pytest.fixture(scope="module")
 def half_way(script):
     """half_way(optim) trains 8 steps under dp in one process, and saves a checkpoint at step 4."""
-    done = {}
 
+    @functools.cache
     def run(optim):
-        if optim not in done:
-            args = [*STEPS, "--optim", optim, "--precision", "fp32", "--weight_decay", "1"]
-            run = script(*args, "--batch_size", "4", "--save_every", "4")
-            start = ["--resume", run.folder / "checkpoints" / "step-00000004"]
-            done[optim] = run, [*args, "--batch_size", "2", *start]
-        return done[optim]
+        args = [*STEPS, "--optim", optim, "--precision", "fp32", "--weight_decay", "1"]
+        run = script(*args, "--batch_size", "4", "--save_every", "4")
+        start = ["--resume", run.folder / "checkpoints" / "step-00000004"]
+        return run, [*args, "--batch_size", "2", *start]
 
     return run
 
@@ -40,9 +38,7 @@ def in_soak(*values):
     return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero2", "zero3", "fsdp", pytest.param("offload", marks=slow), *in_soak("zero1")]
-)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", slow("offload"), *in_soak("zero1")])
 def test_sgd_is_the_same_under_every_strategy(script, half_way, strategy):
     whole, args = half_way("sgd")
     assert whole.losses[-1] < whole.losses[0] - 0.2
@@ -59,9 +55,7 @@ def test_adafactor_resumes_on_two_ranks(script, half_way):
     assert whole.results["memory"]["moments_bytes"] < 0.02 * parameters
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero3", pytest.param("dp", marks=slow), *in_soak("zero1", "zero2")]
-)
+@pytest.mark.parametrize("strategy", ["zero3", slow("dp"), *in_soak("zero1", "zero2")])
 def test_8bit_adamw_resumes_under_another_strategy(script, half_way, bitsandbytes, strategy):
     """Blocks of 8-bit values begin elsewhere in DeepSpeed's flat tensors, so they round otherwise."""
     whole, args = half_way("adamw_8bit")
@@ -78,8 +72,7 @@ def test_adamw_continues_with_8bit_moments(script, half_way, bitsandbytes):
 
 
 @pytest.mark.parametrize(
-    "strategy, optim",
-    [("dp", "adafactor"), ("zero2", "adamw_8bit"), pytest.param("zero2", "sgd", marks=slow)],
+    "strategy, optim", [("dp", "adafactor"), ("zero2", "adamw_8bit"), slow("zero2", "sgd")]
 )
 def test_prediction_for_optimizers(request, script, strategy, optim):
     if optim == "adamw_8bit":
