@@ -55,28 +55,25 @@ def steps(*numbers):
 
 
 @pytest.fixture(scope="module")
-def under(tmp_path_factory):
-    """under(strategy): its flags; infinity with sub-groups so small that each rank swaps several."""
+def flags_of(small_gpt2, tmp_path_factory):
+    """flags_of(strategy): a small model in bf16 on two ranks.
+
+    DeepSpeed stores tensors of at least 1 MB on NVMe, so infinity trains the embedded model, in fp32,
+    with sub-groups so small that each rank swaps several.
+    """
     config = json.loads((PROJECT / "ds_config_infinity.json").read_text())
-    config["zero_optimization"]["sub_group_size"] = 20_000
+    config["zero_optimization"]["sub_group_size"] = 700_000
     path = tmp_path_factory.mktemp("config") / "infinity.json"
     path.write_text(json.dumps(config))
-    file = {"infinity": ["--ds_config", path]}
-    return lambda strategy: ["--strategy", strategy, *file.get(strategy, [])]
+    small = ["--precision", "bf16", "--model", small_gpt2, *SMALL]
+    own = {"infinity": ["--precision", "fp32", "--ds_config", path]}
+    return lambda strategy: [*ON_TWO, "--strategy", strategy, *own.get(strategy, small)]
 
 
 @pytest.fixture(scope="module")
-def in_bf16(small_gpt2):
-    """The flags of a small model in bf16 on two ranks."""
-    return [*ON_TWO, "--precision", "bf16", "--model", small_gpt2, *SMALL]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(script, in_bf16, under):
-    """uninterrupted(strategy): in bf16, a checkpoint every 2 steps; each runs once."""
-    return functools.cache(
-        lambda strategy: script(*in_bf16, *under(strategy), "--save_every", "2", **TWO)
-    )
+def uninterrupted(script, flags_of):
+    """uninterrupted(strategy): a checkpoint every 2 steps; each runs once."""
+    return functools.cache(lambda strategy: script(*flags_of(strategy), "--save_every", "2", **TWO))
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +95,15 @@ IN_SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("zero1", "zer
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *IN_SOAK])
 def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(
-    script, uninterrupted, in_bf16, under, strategy
+    script, uninterrupted, flags_of, strategy
 ):
     whole = uninterrupted(strategy)
     assert checkpoints(whole.folder) == ["latest", *steps(2, 4, 6, 8, 10)]
     saved = whole.folder / "checkpoints" / "step-00000002"
-    flags = under(strategy)
+    flags = flags_of(strategy)
     if strategy == "zero2":  # the configuration that the run has written is that of the run
-        flags = ["--ds_config", whole.folder / "ds_config.json"]
-    resumed = script(*in_bf16, *flags, "--resume", saved, **TWO)
+        flags += ["--ds_config", whole.folder / "ds_config.json"]
+    resumed = script(*flags, "--resume", saved, **TWO)
     assert history(resumed.folder) == history(whole.folder, after=2)
     for key in ("steps", "samples", "tokens", "train_loss_first", "train_loss_last", "eval_loss"):
         assert resumed.results[key] == whole.results[key], key
@@ -132,8 +129,8 @@ def test_each_rank_writes_what_it_holds_and_only_data(uninterrupted, strategy):
     assert by_rank[0] == pytest.approx(by_rank[1], rel=0.05)
 
 
-def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, in_bf16, uninterrupted, tmp_path):
-    work = [*in_bf16, *f"--strategy zero2 --output_dir {tmp_path}".split()]
+def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, flags_of, uninterrupted, tmp_path):
+    work = [*flags_of("zero2"), "--output_dir", tmp_path]
     fault = {"program": FAULT, "env": {"FAULT": "signal:1:5"}}  # while it reads step 3
     stopped = script(*work, **TWO, **fault, folder=tmp_path, ok=False).results
     assert stopped["status"] == "preempted" and 2 <= stopped["steps"] < 5

@@ -31,6 +31,14 @@ def test_a_rank_holds_what_is_predicted(fp32_run, strategy):
         assert held[kind] == pytest.approx(predicted[kind], rel=0.02 if kind in STATES else 0.1)
 
 
+def test_infinity_stores_parameters_and_optimizer_states_on_nvme(fp32_run):
+    results = fp32_run("infinity").results
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
+    assert results["memory"]["placement"] == placement
+    # The weights and two moments of both ranks.
+    assert results["memory"]["nvme_bytes"] > 12 * results["parameters"]
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "infinity"])
 def test_parameters_are_gathered_for_forward_and_again_for_backward(fp32_run, strategy):
     """In each of two micro-batches, and gradients are scattered once; a rank sends half of each."""
