@@ -66,11 +66,6 @@ def run_of(folder, strategy):
     return Run(folder=folder / "comparison_runs" / MODEL / strategy / "1")
 
 
-def flat(text):
-    """Without the breaks inside of sentences."""
-    return text.replace("\n   ", " ")
-
-
 @pytest.fixture(scope="module")
 def all_seven(tmp_path_factory, small_gpt2, compare):
     """All strategies in bf16 on two processes, in a folder with a space in its name: (folder,
@@ -176,7 +171,7 @@ def test_the_control_shows_what_the_comparison_can_see(all_seven, tmp_path):
         tolerance = str(share * control["difference"])
         command = [sys.executable, REPORT, runs, "--output_dir", tmp_path, "--tolerance", tolerance]
         out = subprocess.run(command, capture_output=True, text=True).stdout
-        assert ("does not detect a fault of this size" not in flat(out)) == seen
+        assert ("does not detect a fault of this size" not in out.replace("\n   ", " ")) == seen
 
 
 @pytest.mark.slow

@@ -75,6 +75,15 @@ def test_dropout_reaches_the_model(llama, probability):
     assert torch.equal(first, second) == (probability == 0)
 
 
+def test_fused_gelu_computes_the_function_of_the_model(small_gpt2):
+    logits = []
+    with one_rank() as ctx:
+        for flag in ("--fused_gelu", "--no_fused_gelu"):
+            args = parse_arguments(["--model", str(small_gpt2), "--from_scratch", flag])
+            logits.append(find_model(args, ctx).load(ctx).eval()(torch.arange(9)[None]).logits)
+    assert torch.allclose(*logits, atol=1e-5) and not torch.equal(*logits)
+
+
 def test_deterministic_refuses_what_is_not(script):
     """With torch's warn_only attention's backward pass on a GPU would not be deterministic."""
     run = script(*WORK, "--deterministic", program=FAULT, env={"FAULT": "unordered:2"}, ok=False)

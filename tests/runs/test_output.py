@@ -88,7 +88,7 @@ def test_no_secret_is_printed_or_written(script, monkeypatch, capfd):
     assert "ValueError" in err and "canary" not in (run.out + run.err + err).lower()
 
 
-def test_default_output_dir_is_new_for_each_run(begin, tmp_path):
+def test_default_output_dir_names_model_strategy_and_time(begin, tmp_path):
     """And a flag of another strategy is ignored with one line."""
     flags = ["--seq_length", "32", "--max_steps", "2", "--no_eval", "--nvme_path", tmp_path]
     command = [*launcher_command("python", 1), SCRIPT, *flags]
@@ -96,6 +96,5 @@ def test_default_output_dir_is_new_for_each_run(begin, tmp_path):
     [folder] = (tmp_path / "runs").iterdir()
     assert out.count("--nvme_path is used by infinity only: ignored") == 1
     assert re.fullmatch(r"tiny-gpt2-dp-\d{8}-\d{6}", folder.name)
-    assert {file.name for file in folder.iterdir()} == {
-        *("results.json", "metrics.jsonl", "loss.png", ".lock", "hf")
-    }
+    files = {"results.json", "metrics.jsonl", "loss.png", ".lock", "hf"}
+    assert {file.name for file in folder.iterdir()} == files

@@ -132,14 +132,11 @@ def wrong_values(page):
             value = getattr(importlib.import_module(module), name)
             value = value[key] if key else value
             shown = shown.replace(",", "")
-            if shown != str(value) and not (is_number(shown) and float(shown) == value):
+            if shown != str(value) and not (NUMBER.fullmatch(shown) and float(shown) == value):
                 yield number, f"{shown}, but {module}.{name} is {value}"
 
 
-def is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", text))
-
-
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 BAD = """# A page
 
 ```
