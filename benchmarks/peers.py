@@ -13,7 +13,7 @@ case's dropout. A program prints a line after an optimizer step, and this proces
 notes when the line arrives. The programs of a case take turns (rounds). All measurements go to
 <out>/measurements.json, and the tables to standard output. With --write, which `make bench` gives,
 they also go to a section of benchmarks/RESULTS.md. The figure in docs/ shows this project and the
-Trainer, eager and compiled; it is drawn of at least 3 rounds of at least 20 measured steps.
+Trainer, eager and compiled; it is drawn only from at least 3 rounds of at least 20 measured steps.
 
 Of a run the speed is that of its median step, without the first steps and the last. Over the
 rounds, the table has the median and, in parentheses, the smallest and the largest value. A ratio is
@@ -125,7 +125,7 @@ def cpu_cases(precision: str) -> dict[str, Case]:
         "compiled-no-dropout": Case(
             f"{alone}, no dropout, compiled", replace(no_dropout, compile=True), pair
         ),
-        "ddp": Case(f"{both}, DDP", two, pair),
+        "ddp": Case(f"{both}, DDP", two, PEERS),
         "fsdp": Case(f"{both}, FSDP", two, fsdp, "accelerate FSDP"),
         "strategies": Case(f"{both}, strategies", two, OURS, "ours"),
     }
@@ -144,21 +144,23 @@ class Run:
     # MFU for one token per second, as this project computes it; None for other programs.
     mfu_per_rate: float | None = None
 
-    def measured_steps(self, skip: int) -> int:
-        """Return the number of steps that `speed` looks at."""
-        return self.stamps[-2][0] - max(skip, self.stamps[0][0])
+    def intervals(self, skip: int) -> list[tuple[int, float]]:
+        """Return (steps, seconds) between two lines, without the first `skip` steps and the last.
 
-    def speed(self, skip: int) -> float:
-        """Return the tokens per second of the median step, without the first `skip` and the last.
-
-        On a CPU this project counts all tensors in its last step. Where only some steps are logged,
-        a step's time is the mean of those between two lines.
+        On a CPU this project counts all tensors in its last step.
         """
-        seconds = [
-            (after - before) / (step - previous)
+        return [
+            (step - previous, after - before)
             for (previous, before), (step, after) in itertools.pairwise(self.stamps[:-1])
             if previous >= skip
         ]
+
+    def speed(self, skip: int) -> float:
+        """Return the tokens per second of the median step of `intervals`.
+
+        Where only some steps are logged, a step's time is the mean of those between two lines.
+        """
+        seconds = [time / steps for steps, time in self.intervals(skip)]
         work = self.setting
         return work.ranks * work.batch_size * work.seq_length / statistics.median(seconds)
 
@@ -419,18 +421,23 @@ def provenance(facts: dict, command: str, runs: list[Run], skip: int) -> str:
     )
 
 
+def long_runs(runs: list[Run], skip: int) -> list[Run]:
+    """Return the runs with at least FIGURE_STEPS measured steps."""
+    return [run for run in runs if sum(n for n, _ in run.intervals(skip)) >= FIGURE_STEPS]
+
+
 def figure_rows(cases: dict[str, Case], runs: list[Run], skip: int) -> list[Row]:
-    """Return the figure's rows, of runs that are long enough; [] if a program has too few rounds.
+    """Return the figure's rows from runs that are long enough; [] if a program has too few rounds.
 
     Args:
         cases: all cases; the first two are this project and the Trainer, eager and compiled.
         runs, skip: as in `rows_of`.
     """
-    long = [run for run in runs if run.measured_steps(skip) >= FIGURE_STEPS]
-    eager, compiled = ([*cases.values()])[:2]
-    rows = [row for row in rows_of(eager, long, skip) if row.program in COLORS]
-    for row in rows_of(compiled, long, skip):
-        rows.append(row._replace(program=f"{row.program}, compiled"))
+    long = long_runs(runs, skip)
+    rows = []
+    for case, end in zip([*cases.values()][:2], ("", ", compiled"), strict=True):
+        of_case = [row for row in rows_of(case, long, skip) if row.program in COLORS]
+        rows += [row._replace(program=row.program + end) for row in of_case]
     return rows if len(rows) == 4 and all(row.rounds >= FIGURE_ROUNDS for row in rows) else []
 
 
@@ -476,7 +483,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--cases", help="names with commas between (default: all)")
     add("--only", default="", help="programs, with commas between (default: all of each case)")
     add("--list", action="store_true", help="print the cases and exit")
-    add("--precision", choices=["fp32", "bf16"], help="of a CPU (default: bf16 if it computes it)")
+    add(
+        "--precision",
+        choices=["fp32", "bf16"],
+        help="of a CPU (default: bf16 if it has the instructions)",
+    )
     add("--rounds", type=int, default=1, help="(default: %(default)s)")
     add("--steps", type=int, help="optimizer steps of a run (default: 6; 40 on a GPU)")
     add("--skip", type=int, help="first steps to leave out (default: 2; 10 on a GPU)")
@@ -501,6 +512,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown += [name for name in args.only if name not in PROGRAMS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
+    if args.gpu and args.precision:
+        parser.error("--precision is for the cases of a CPU: those of a GPU are in bf16")
     args.command = "make bench GPU=1" if args.gpu else "make bench"
     if options := [word for word in argv if word not in ("--gpu", "--write")]:
         args.command += f' BENCH="{" ".join(options)}"'
@@ -539,18 +552,25 @@ def main(argv: list[str]) -> int:
             save_runs(file, runs, facts)
             print(describe(run), flush=True)
     tables = [(case, rows_of(case, runs, args.skip)) for case in args.all_cases.values()]
-    # A case that was not asked for may share runs with another one, and lack its own reference.
+    # A case that was not asked for may share runs with another one: it needs a comparison to show.
     asked = args.cases.values()
-    tables = [(c, rows) for c, rows in tables if rows and (c in asked or rows[0].ratios[0])]
-    lines = [*table(tables), ""] if tables else []
+    tables = [
+        (case, rows)
+        for case, rows in tables
+        if rows and (case in asked or (len(rows) > 1 and rows[0].ratios[0]))
+    ]
+    lines = table(tables) if tables else []
     print("\n".join(lines))
     if args.write:
         commands = "`, `".join(facts.get("commands", [args.command]))
-        source = provenance(facts, commands, runs, args.skip)
+        settings = [case.setting for case, _ in tables]
+        shown = [run for run in runs if run.setting in settings]
+        source = provenance(facts, commands, shown, args.skip)
         write_section([source, "", *lines], "bench GPU=1" if args.gpu else "bench")
         if rows := figure_rows(args.all_cases, runs, args.skip):
             [eager, *_] = args.all_cases.values()
             figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
+            source = provenance(facts, commands, long_runs(shown, args.skip), args.skip)
             draw(rows, figure, eager.setting, source.replace("`", ""))
     return 1 if failures else 0
 

@@ -36,6 +36,7 @@ SAME_WORK = [
     *"--seq_length 32 --num_samples 37 --epochs 2 --dropout 0 --eval_samples 9".split(),
     *"--weight_decay 1 --lr 1e-3".split(),
 ]
+SMALL = ["--from_scratch", "--dataset", "pydocs"]  # for a run of small_gpt2
 SPLIT = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]  # on two ranks
 
 
@@ -349,14 +350,10 @@ def llama(tmp_path_factory, tiny_tokenizer) -> Path:
     return folder
 
 
-SMALL = ["--from_scratch", "--dataset", "pydocs"]  # for a run of small_gpt2
-
-
 @pytest.fixture(scope="session")
 def small_gpt2(tmp_path_factory, tiny_tokenizer) -> Path:
-    """The configuration and tokenizer of a GPT-2 with 123,000 parameters, for runs in bf16.
-
-    A CPU without bf16 instructions emulates them, a hundred times slower than fp32.
+    """The configuration and tokenizer of a GPT-2 with 123,000 parameters, for runs in bf16: a CPU
+    without bf16 instructions emulates them slowly.
     """
     from transformers import GPT2Config
 

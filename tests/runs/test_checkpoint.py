@@ -67,7 +67,8 @@ def flags_of(small_gpt2, tmp_path_factory):
     path.write_text(json.dumps(config))
     small = ["--precision", "bf16", "--model", small_gpt2, *SMALL]
     own = {"infinity": ["--precision", "fp32", "--ds_config", path]}
-    return lambda strategy: [*ON_TWO, "--strategy", strategy, *own.get(strategy, small)]
+    own["infinity in bf16"] = ["--precision", "bf16", "--ds_config", path]
+    return lambda case: [*ON_TWO, "--strategy", case.split()[0], *own.get(case, small)]
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +91,11 @@ def copy(alone, tmp_path):
 
 # zero2 stands for zero1 and offload, and infinity for zero3, whose states lie alike;
 # test_any_strategy.py resumes from all.
-IN_SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("zero1", "zero3", "offload")]
+OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in ("zero1", "zero3", "offload")]
+OTHERS.append(slow("infinity in bf16"))
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *OTHERS])
 def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     script, uninterrupted, flags_of, strategy
 ):
@@ -117,7 +119,7 @@ def test_from_the_end_of_an_epoch_whose_evaluation_is_still_to_come(script, alon
     assert history(copy) == history(alone.folder)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *OTHERS])
 def test_each_rank_writes_what_it_holds_and_only_data(uninterrupted, strategy):
     run = uninterrupted(strategy)
     folder = run.folder / "checkpoints" / "step-00000002"

@@ -184,23 +184,19 @@ def test_a_latest_file_cannot_point_outside_its_checkpoint(tmp_path, content):
 
 
 class Evil:
-    """An object whose unpickling writes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
+    def __reduce__(self):  # unpickling creates a folder
+        return os.mkdir, ("executed",)
 
 
-def test_pickles_of_foreign_checkpoints_are_not_executed(tmp_path):
+def test_weights_of_a_universal_checkpoint_are_never_unpickled(tmp_path, monkeypatch):
     import torch
 
     from support.checkpoints.foreign import open_foreign
 
     place = tmp_path / "zero" / "weight"
     place.mkdir(parents=True)
-    torch.save(Evil(tmp_path / "executed"), place / "fp32.pt")
+    monkeypatch.chdir(tmp_path)
+    torch.save(Evil(), place / "fp32.pt")
     opened = open_foreign(tmp_path, trusted=True, scratch=tmp_path)
     with pytest.raises(UserError, match=r"fp32\.pt"), opened:
         pass

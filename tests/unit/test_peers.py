@@ -63,18 +63,22 @@ def test_report_is_written_only_if_it_is_asked_for(tmp_path, monkeypatch, capsys
     assert "| ours | 3 | 512 (256–1024) |" in text and "CPU cores: 2, a CPU; 24 GB" in text
     assert text.startswith("a\n") and text.endswith("\nb\n")
     assert not (tmp_path / "figure.png").exists()  # runs of six steps are too short for it
-
-
-def test_the_figure_has_only_long_runs_in_three_rounds(tmp_path):
-    programs = ("ours", "Trainer")
-    long = [run_of(program, n, [1] * 20) for program in programs for n in (1, 2, 3)]
-    compiled = [replace(run, setting=replace(ONE, compile=True)) for run in long]
-    short = run_of("ours", 4, [9] * 19)
-    rows = peers.figure_rows(peers.cpu_cases("fp32"), [*long, *compiled, short], 2)
-    names = ["ours", "Trainer", "ours, compiled", "Trainer, compiled"]
-    assert [(row.program, row.rounds, row.speed.low) for row in rows] == [
-        (name, 3, 1024) for name in names
-    ]
-    peers.draw(rows, tmp_path / "figure.png", ONE, "caption")
+    peers.save_runs(tmp_path / "measurements.json", LONG, facts)
+    assert peers.main([*command, "--write"]) == 0
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-    assert peers.figure_rows(peers.cpu_cases("fp32"), [*long, *compiled[1:]], 2) == []
+
+
+EAGER = [run_of(program, n, [1] * 20) for program in PEERS for n in (1, 2, 3)]
+LONG = [*EAGER, *(replace(run, setting=replace(ONE, compile=True)) for run in EAGER)]
+
+
+def test_the_figure_has_only_long_runs_in_three_rounds():
+    cases, short = peers.cpu_cases("fp32"), run_of("ours", 4, [9] * 19)
+    rows = peers.figure_rows(cases, [*LONG, short], 2)
+    names = ["ours", "Trainer", "ours, compiled", "Trainer, compiled"]
+    found = [(row.program, row.rounds, row.speed.low) for row in rows]
+    assert found == [(name, 3, 1024) for name in names]
+    assert peers.figure_rows(cases, LONG[1:], 2) == []
+    on_gpu = {ONE: peers.GPU, replace(ONE, compile=True): replace(peers.GPU, compile=True)}
+    runs = [replace(run, setting=on_gpu[run.setting]) for run in LONG]
+    assert [row.program for row in peers.figure_rows(peers.GPU_CASES, runs, 2)] == names
