@@ -427,16 +427,16 @@ def long_runs(runs: list[Run], skip: int) -> list[Run]:
 
 
 def figure_rows(cases: dict[str, Case], runs: list[Run], skip: int) -> list[Row]:
-    """Return the figure's rows from runs that are long enough; [] if a program has too few rounds.
+    """Return the figure's rows, or [] if a program has too few rounds.
 
     Args:
         cases: all cases; the first two are this project and the Trainer, eager and compiled.
-        runs, skip: as in `rows_of`.
+        runs: those of `long_runs`.
+        skip: as in `rows_of`.
     """
-    long = long_runs(runs, skip)
     rows = []
     for case, end in zip([*cases.values()][:2], ("", ", compiled"), strict=True):
-        of_case = [row for row in rows_of(case, long, skip) if row.program in COLORS]
+        of_case = [row for row in rows_of(case, runs, skip) if row.program in COLORS]
         rows += [row._replace(program=row.program + end) for row in of_case]
     return rows if len(rows) == 4 and all(row.rounds >= FIGURE_ROUNDS for row in rows) else []
 
@@ -562,23 +562,26 @@ def main(argv: list[str]) -> int:
     lines = table(tables) if tables else []
     print("\n".join(lines))
     if args.write:
-        commands = "`, `".join(facts.get("commands", [args.command]))
         settings = [case.setting for case, _ in tables]
         shown = [run for run in runs if run.setting in settings]
-        source = provenance(facts, commands, shown, args.skip)
-        write_section([source, "", *lines], "bench GPU=1" if args.gpu else "bench")
-        if rows := figure_rows(args.all_cases, runs, args.skip):
-            [eager, *_] = args.all_cases.values()
-            figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
-            source = provenance(facts, commands, long_runs(shown, args.skip), args.skip)
-            draw(rows, figure, eager.setting, source.replace("`", ""))
+        write(lines, shown, facts, args)
     return 1 if failures else 0
 
 
-def write_section(lines: list[str], name: str) -> None:
-    """Replace a generated section of benchmarks/RESULTS.md."""
+def write(lines: list[str], runs: list[Run], facts: dict, args: argparse.Namespace) -> None:
+    """Write the tables to benchmarks/RESULTS.md; draw the figure if there are enough long runs."""
+    name = "bench GPU=1" if args.gpu else "bench"
+    commands = "`, `".join(facts.get("commands", [args.command]))
+    source = provenance(facts, commands, runs, args.skip)
     text = RESULTS.read_text(encoding="utf-8")
-    RESULTS.write_text(replace_section(text, name, lines, by="make bench"), encoding="utf-8")
+    text = replace_section(text, name, [source, "", *lines], by="make bench")
+    RESULTS.write_text(text, encoding="utf-8")
+    long = long_runs(runs, args.skip)
+    if rows := figure_rows(args.all_cases, long, args.skip):
+        [eager, *_] = args.all_cases.values()
+        figure = FIGURE.with_stem(f"{FIGURE.stem}_gpu") if args.gpu else FIGURE
+        caption = provenance(facts, commands, long, args.skip).replace("`", "")
+        draw(rows, figure, eager.setting, caption)
 
 
 def describe(run: Run) -> str:

@@ -45,6 +45,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def soak(*values):
+    """The values of a case that only `make soak` runs."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 def skip(reason: str) -> None:
     """Skip with a reason; where nothing may be skipped (CI), fail with it."""
     if os.environ.get("FAIL_ON_SKIP"):

@@ -1,6 +1,7 @@
 """benchmarks/peers.py: it measures every driver, and this project, on the same sequences."""
 
 import pytest
+from conftest import soak
 
 from benchmarks import peers
 
@@ -11,8 +12,8 @@ pytestmark = pytest.mark.slow
     "cases, programs",
     [
         ("one", ["ours", "Trainer"]),
-        pytest.param("fsdp", ["ours fsdp", "accelerate FSDP"], marks=pytest.mark.soak),
-        pytest.param("ddp", ["ours", "Trainer", "accelerate"], marks=pytest.mark.soak),
+        soak("fsdp", ["ours fsdp", "accelerate FSDP"]),
+        soak("ddp", ["ours", "Trainer", "accelerate"]),
     ],
 )
 def test_every_driver_is_measured(tmp_path, capsys, cases, programs):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import soak
 
 # 24 blocks, seen again and again at a high rate: what was held out gets worse before long.
 WORK = (
@@ -44,11 +45,8 @@ def test_patience_and_the_best_survive_a_resume(script, tmp_path):
     assert (resumed.results["steps"], resumed.results["best_step"]) == (best + 8, best)
 
 
-IN_SOAK = [pytest.param(s, marks=pytest.mark.soak) for s in ("zero2", "zero3", "infinity")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["fsdp", soak("zero2"), soak("zero3"), soak("infinity")])
 def test_the_best_weights_are_everywhere(script, strategy):
     """Also where FSDP has kept what it gathered for the last evaluation: the sample comes from the
     live model, not the export.

@@ -26,6 +26,7 @@ from conftest import (
     launcher_command,
     load_exported,
     slow,
+    soak,
     start,
 )
 
@@ -66,8 +67,10 @@ def flags_of(small_gpt2, tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "infinity.json"
     path.write_text(json.dumps(config))
     small = ["--precision", "bf16", "--model", small_gpt2, *SMALL]
-    own = {"infinity": ["--precision", "fp32", "--ds_config", path]}
-    own["infinity in bf16"] = ["--precision", "bf16", "--ds_config", path]
+    own = {
+        "infinity": ["--precision", "fp32", "--ds_config", path],
+        "infinity in bf16": ["--precision", "bf16", "--ds_config", path],
+    }
     return lambda case: [*ON_TWO, "--strategy", case.split()[0], *own.get(case, small)]
 
 
@@ -91,8 +94,7 @@ def copy(alone, tmp_path):
 
 # zero2 stands for zero1 and offload, and infinity for zero3, whose states lie alike;
 # test_any_strategy.py resumes from all.
-OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in ("zero1", "zero3", "offload")]
-OTHERS.append(slow("infinity in bf16"))
+OTHERS = [*map(soak, ("zero1", "zero3", "offload")), slow("infinity in bf16")]
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2", "infinity", "fsdp", *OTHERS])

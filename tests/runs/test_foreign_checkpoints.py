@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import assert_close, finish, launcher_command, load_exported
+from conftest import assert_close, finish, launcher_command, load_exported, soak
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def trainer(tiny_tokenizer, tmp_path_factory):
     [
         ("dp", 1, ["--isolate_documents"]),  # changes nothing: each sequence is one document
         ("zero3", 2, []),
-        pytest.param("fsdp", 2, [], marks=pytest.mark.soak),
+        soak("fsdp", 2, []),
     ],
 )
 def test_training_continues_a_checkpoint_of_trainer(
@@ -188,10 +188,7 @@ dist.destroy_process_group()
     ("program", "args", "folders", "damaged", "says"),
     [
         pytest.param(DEEPSPEED, ["3"], ["native"], "two/*_optim_states.pt", "ds_to_universal"),
-        pytest.param(
-            *(DEEPSPEED, ["2"], ["native"], "two/*_optim_states.pt", "ds_to_universal"),
-            marks=pytest.mark.soak,
-        ),
+        soak(DEEPSPEED, ["2"], ["native"], "two/*_optim_states.pt", "ds_to_universal"),
         pytest.param(FSDP, [], ["accelerate", "tutorial"], "*.distcp", "cannot be read"),
     ],
     ids=["DeepSpeed 3", "DeepSpeed 2", "FSDP"],

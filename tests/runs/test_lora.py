@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import assert_close, load_exported
+from conftest import assert_close, load_exported, soak
 
 TWO = {"launcher": "torchrun", "ranks": 2}
 LORA = "--lora_r 4 --lora_alpha 12 --lr 1e-2".split()
@@ -59,7 +59,7 @@ def test_adapters_load_into_peft(plain, llama):
     assert (logits(model) - base).abs().max() > 0.01
 
 
-IN_SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("zero1", "offload", "infinity")]
+IN_SOAK = map(soak, ("zero1", "offload", "infinity"))
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", *IN_SOAK])

@@ -4,12 +4,11 @@ import itertools
 import json
 
 import pytest
-from conftest import STRATEGIES
+from conftest import STRATEGIES, slow, soak
 from memory_checks import WORK, assert_as_predicted, planned, simulate
 
 LLAMA = "--model {llama} --dataset pydocs"
 ADAPTERS = "--lora_r 8 --lora_targets q_proj,down_proj"
-slow, soak = pytest.mark.slow, pytest.mark.soak
 # Each strategy, each number of ranks and both precisions at least once; the soak has the product.
 COVERING = [
     ("dp", 1, "fp32", ""),
@@ -20,18 +19,18 @@ COVERING = [
     ("offload", 2, "fp32", ""),
     ("infinity", 2, "bf16", ""),
     ("fsdp", 8, "bf16", ""),
-    pytest.param("dp", 2, "bf16", "--lora_r 8", marks=slow),
-    pytest.param("dp", 2, "fp32", "--compile", marks=slow),
-    pytest.param("zero2", 2, "bf16", "--compile", marks=slow),
-    pytest.param("fsdp", 2, "bf16", "--lora_r 8", marks=slow),
-    pytest.param("dp", 2, "bf16", LLAMA, marks=slow),
-    pytest.param("fsdp", 2, "bf16", LLAMA, marks=soak),
-    pytest.param("zero3", 2, "fp32", f"{LLAMA} --isolate_documents --seq_length 128", marks=slow),
+    slow("dp", 2, "bf16", "--lora_r 8"),
+    slow("dp", 2, "fp32", "--compile"),
+    slow("zero2", 2, "bf16", "--compile"),
+    slow("fsdp", 2, "bf16", "--lora_r 8"),
+    slow("dp", 2, "bf16", LLAMA),
+    soak("fsdp", 2, "bf16", LLAMA),
+    slow("zero3", 2, "fp32", f"{LLAMA} --isolate_documents --seq_length 128"),
     # Stage 3 replaces linear layers by its own, which keep their inputs although frozen.
-    pytest.param("zero3", 2, "bf16", f"{LLAMA} {ADAPTERS}", marks=slow),
+    slow("zero3", 2, "bf16", f"{LLAMA} {ADAPTERS}"),
 ]
 PRODUCT = [
-    pytest.param(*case, model, marks=soak)
+    soak(*case, model)
     for case in itertools.product(STRATEGIES, (1, 2, 4, 8), ("fp32", "bf16"))
     for model in ("", "--model gpt2 --from_scratch --dataset pydocs")
 ]
@@ -52,9 +51,7 @@ def check_prediction(script, strategy, ranks, precision, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["qwen3", "gpt_neox", *(pytest.param(f, marks=soak) for f in ("mistral", "qwen2"))]
-)
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", *map(soak, ("mistral", "qwen2"))])
 def test_prediction_for_other_families(script, tiny_tokenizer, tmp_path, family):
     """From a config.json of each, with random weights; also the planner's own reading of that file."""
     config = {"model_type": family, "vocab_size": 500, "hidden_size": 96, "intermediate_size": 272}

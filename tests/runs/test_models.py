@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULT, STRATEGIES, assert_close, slow
+from conftest import FAULT, STRATEGIES, assert_close, slow, soak
 from one_rank import one_rank
 
 from real_model_example import learning_rate
@@ -39,10 +39,7 @@ def test_gpt2_architecture_needs_no_hub_from_scratch(script):
     assert run.losses[0] == pytest.approx(10.9, abs=0.3)  # ln 50257 = 10.8
 
 
-IN_SOAK = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in ("zero3", "fsdp")]
-
-
-@pytest.mark.parametrize("strategy", ["dp", *IN_SOAK])
+@pytest.mark.parametrize("strategy", ["dp", soak("zero3"), soak("fsdp")])
 def test_gradient_checkpointing_computes_again_and_changes_no_loss(
     script, llama, text_file, strategy
 ):
@@ -55,10 +52,7 @@ def test_gradient_checkpointing_computes_again_and_changes_no_loss(
     assert peaks[0] < peaks[1] - 5e6
 
 
-COMPILED = [pytest.param(strategy, marks=pytest.mark.soak) for strategy in STRATEGIES[1:]]
-
-
-@pytest.mark.parametrize("strategy", [slow("dp"), *COMPILED])
+@pytest.mark.parametrize("strategy", [slow("dp"), *map(soak, STRATEGIES[1:])])
 def test_compile_compiles_and_changes_no_loss(script, tmp_path, strategy):
     work, env = [*WORK, "--strategy", strategy], {"TORCHINDUCTOR_CACHE_DIR": tmp_path}
     compiled = script(*work, "--compile", env=env, **TWO, timeout=600)

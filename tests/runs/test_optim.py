@@ -7,7 +7,7 @@ import functools
 import importlib.util
 
 import pytest
-from conftest import assert_close, skip, slow
+from conftest import assert_close, skip, slow, soak
 from memory_checks import WORK, assert_as_predicted, simulate
 
 TWO = {"launcher": "torchrun", "ranks": 2}
@@ -34,11 +34,7 @@ def half_way(script):
     return run
 
 
-def in_soak(*values):
-    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", slow("offload"), *in_soak("zero1")])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", slow("offload"), soak("zero1")])
 def test_sgd_is_the_same_under_every_strategy(script, half_way, strategy):
     whole, args = half_way("sgd")
     assert whole.losses[-1] < whole.losses[0] - 0.2
@@ -55,7 +51,7 @@ def test_adafactor_resumes_on_two_ranks(script, half_way):
     assert whole.results["memory"]["moments_bytes"] < 0.02 * parameters
 
 
-@pytest.mark.parametrize("strategy", ["zero3", slow("dp"), *in_soak("zero1", "zero2")])
+@pytest.mark.parametrize("strategy", ["zero3", slow("dp"), soak("zero1"), soak("zero2")])
 def test_8bit_adamw_resumes_under_another_strategy(script, half_way, bitsandbytes, strategy):
     """Blocks of 8-bit values begin elsewhere in DeepSpeed's flat tensors, so they round otherwise."""
     whole, args = half_way("adamw_8bit")
