@@ -132,7 +132,8 @@ def test_memory_saved_on_two_ranks(all_seven):
     rows, parameters = by_strategy(found), found["work"]["parameters"]
     expected = {"dp": 16, "zero1": 9, "zero2": 9, "zero3": 8, "offload": 2, "fsdp": 8}
     for name, each in expected.items():
-        assert rows[name]["memory_bytes"] / parameters == pytest.approx(each, rel=0.03), name
+        near = 0.03 if name in ("zero1", "zero2") else 0.02  # 2 % more for so small a model
+        assert rows[name]["memory_bytes"] / parameters == pytest.approx(each, rel=near), name
     assert rows["fsdp"]["saved"] == pytest.approx(0.5, abs=0.02)
     assert rows["infinity"]["memory_bytes"] < rows["offload"]["memory_bytes"]
     # Masters and moments, and gradients.

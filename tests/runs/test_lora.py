@@ -113,8 +113,9 @@ def test_gpt2_in_bf16_with_dropout(script, text_file, small_gpt2, tmp_path):
     """Its linear layers keep their weights the other way round, and its output layer is its
     embedding.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
+    set_seed(0)
     shutil.copytree(small_gpt2, tmp_path, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small_gpt2))
     model.save_pretrained(tmp_path)
