@@ -526,10 +526,11 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
-    # bf16: gathers and computes in bf16, stores the shards and reduces in fp32. fp16 is left to
-    # autocast, whose 16-bit copies of the weights stay in memory until the backward pass.
+    # bf16: gathers and computes in bf16, stores the shards in fp32, and reduces in fp32 (or bf16).
+    # fp16 is left to autocast, whose 16-bit copies of the weights stay until the backward pass.
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    reduce_dtype = torch.bfloat16 if args.fsdp.reduce_in_bf16 else torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     options: dict[str, Any] = {"mesh": ctx.mesh(args.fsdp.hybrid), "mp_policy": precision}
     if args.fsdp.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")

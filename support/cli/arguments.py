@@ -33,6 +33,7 @@ class FsdpOptions:
     layers: tuple[str, ...] = ()  # class names of the layers to shard; empty: the model's blocks
     wrap_layers: bool = True  # False shards the whole model as one unit (NO_WRAP)
     precision: str | None = None  # fsdp_mixed_precision, in the terms of --precision
+    reduce_in_bf16: bool = False  # reduce gradients in bf16 instead of fp32 (fsdp_reduce_dtype)
     offload: bool = False  # keep parameters, gradients and optimizer states in host memory
     forward_prefetch: bool = False  # all-gather the next layer while forward computes one
     words: str = field(default="", compare=False)  # of --fsdp

@@ -16,6 +16,8 @@ KEYS: dict[str, Any] = {
     "sharding_strategy": SHARDING,
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
     "mixed_precision": tuple(PRECISIONS),
+    # Of FSDP2's MixedPrecisionPolicy. fp16 is not allowed, because sums of gradients overflow.
+    "reduce_dtype": ("BFLOAT16", "BF16", "FLOAT32", "FP32"),
     "reshard_after_forward": (True, False),
     "offload_params": (True, False),
     "forward_prefetch": (True, False),
@@ -60,6 +62,7 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         layers=tuple(str(name).strip() for name in layers),
         wrap_layers=values.get("auto_wrap_policy") != "NO_WRAP",
         precision=PRECISIONS.get(values.get("mixed_precision", "")),
+        reduce_in_bf16=values.get("reduce_dtype", "").startswith("BF"),
         offload=values.get("offload_params", False) or "OFFLOAD" in chosen,
         forward_prefetch=values.get("forward_prefetch", False),
         words=words,

@@ -45,6 +45,14 @@ def test_fsdp_file_trains_the_same_model(script, alone, tmp_path, strategy, said
     assert_close(run.losses, alone.losses, 1e-5)
 
 
+def test_fsdp_reduces_gradients_in_bf16_if_its_file_says_so(script, alone, tmp_path):
+    (file := tmp_path / "f.json").write_text('{"fsdp_reduce_dtype": "bfloat16"}')
+    fsdp = ["--strategy", "fsdp", "--fsdp_config", file]
+    run = script(*WORK, *fsdp, launcher="torchrun", ranks=2)
+    assert_close(run.losses, alone.losses, 2e-3)
+    assert run.losses != pytest.approx(alone.losses, rel=2e-6)
+
+
 def test_every_key_of_accelerates_fsdp_file_is_answered(script, alone, tmp_path):
     unused = {
         "fsdp_backward_prefetch_policy": "BACKWARD_POST",
