@@ -184,7 +184,9 @@ class Run:
         if ctx.device.type == "cpu":
             from support.memory.fit import has_room
 
-            keep_freed_memory(large=has_room(args, ctx, manager.spec))
+            # The other strategies gather and reduce in tensors of many sizes: the heap grew by a
+            # third, and a step of zero2 and offload took longer (benchmarks/RESULTS.md).
+            keep_freed_memory(args.strategy == "dp" and has_room(args, ctx, manager.spec))
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if args.auto_micro_batch and args.batch_size > 1:
             from support.cluster.restart import Restart, restart_values
