@@ -33,7 +33,8 @@ def create_meter(
     tokens, vocabulary = args.batch_size * args.seq_length, spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
-        if spec.chunked_loss and args.compile and fits_in_graph(tokens, vocabulary):
+        in_graph = args.compile and fits_in_graph(tokens, vocabulary, ctx.device.type)
+        if spec.chunked_loss and in_graph:
             return ctx.dtype.itemsize * tokens * vocabulary  # the logits
         if spec.chunked_loss:
             return module.get_output_embeddings().kept_bytes
