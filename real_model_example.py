@@ -526,7 +526,7 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
-    # bf16: gathers and computes in bf16, stores the shards in fp32, and reduces in fp32 (or bf16).
+    # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 (default) or bf16.
     # fp16 is left to autocast, whose 16-bit copies of the weights stay until the backward pass.
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
     reduce_dtype = torch.bfloat16 if args.fsdp.reduce_in_bf16 else torch.float32

@@ -16,7 +16,7 @@ KEYS: dict[str, Any] = {
     "sharding_strategy": SHARDING,
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
     "mixed_precision": tuple(PRECISIONS),
-    # Of FSDP2's MixedPrecisionPolicy. fp16 is not allowed, because sums of gradients overflow.
+    # Of FSDP2's MixedPrecisionPolicy. Only an fp16 run scales its gradients to the range of fp16.
     "reduce_dtype": ("BFLOAT16", "BF16", "FLOAT32", "FP32"),
     "reshard_after_forward": (True, False),
     "offload_params": (True, False),
@@ -80,6 +80,10 @@ def with_fsdp(args: Arguments, words: str) -> Arguments:
                 f"{args.fsdp_config} ({precision}): change one of them."
             )
         args = args.set(f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
+    if args.prove is not None and options.reduce_in_bf16:
+        raise UserError(
+            f"--prove compares gradients in fp32: remove fsdp_reduce_dtype from {args.fsdp_config}."
+        )
     if options.no_shard:
         args = args.set("NO_SHARD of FSDP", strategy="dp")
     return args.replace(fsdp=options)

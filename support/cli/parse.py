@@ -185,6 +185,8 @@ def ignored_flags(args: Arguments) -> list[str]:
         lines.append(f"{args.fsdp_config}: ignored, as there is no such option: {options}")
     if fsdp.no_shard:
         lines.append("NO_SHARD: each rank holds the whole model, as with --strategy dp")
+    if fsdp.no_shard and fsdp.reduce_in_bf16:
+        lines.append("fsdp_reduce_dtype has no effect with NO_SHARD: gradients are reduced in fp32")
     if ignored := sorted(args.given & {*IGNORED}):
         lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
     return lines

@@ -110,7 +110,7 @@ def keep_freed_memory(large: bool) -> None:
     cost for GPT-2 124M.
 
     Args:
-        large: also keep tensors of 8 MB and more, which fragments the heap.
+        large: also keep tensors of 8 MB and more, which fragments the heap; only for dp.
     """
     # Without memory mappings no tensor is returned alone.
     mapped = {M_MMAP_MAX: 0} if large else {M_MMAP_THRESHOLD: 8 << 20}

@@ -69,8 +69,8 @@ class OutputLayer(nn.Linear):
         """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32."""
         if targets is None or tokens is None:
             return super().forward(hidden)
-        fits = fits_in_graph(targets.numel(), self.out_features, targets.device.type)
-        if torch.compiler.is_compiling() and fits:
+        count, device = targets.numel(), targets.device.type
+        if torch.compiler.is_compiling() and fits_in_graph(count, self.out_features, device):
             # The compiler fuses the operations of the loss, so it needs no chunks.
             logits = super().forward(hidden).flatten(0, 1).float()
             options: Any = {"ignore_index": IGNORED, "reduction": "sum"}

@@ -184,9 +184,10 @@ class Run:
         if ctx.device.type == "cpu":
             from support.memory.fit import has_room
 
-            # The other strategies gather and reduce in tensors of many sizes: the heap grew by a
-            # third, and a step of zero2 and offload took longer (benchmarks/RESULTS.md).
-            keep_freed_memory(args.strategy == "dp" and has_room(args, ctx, manager.spec))
+            # Strategies that shard use tensors of many sizes. If large ones are kept, they take 27
+            # to 38 % more memory, for steps 6 % shorter to 20 % longer (benchmarks/RESULTS.md).
+            large = args.strategy == "dp" and has_room(args, ctx, manager.spec)
+            keep_freed_memory(large=large)
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if args.auto_micro_batch and args.batch_size > 1:
             from support.cluster.restart import Restart, restart_values
