@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure this project next to transformers.Trainer and accelerate, on the same work.
 
-    make bench                                             # a round of all cases (25 minutes)
+    make bench                                             # a round of all cases (28 min in fp32)
     make bench BENCH=--keep                                # add a round to the earlier ones
     make bench BENCH="--cases one,compiled --rounds 3 --steps 23"     # also draws the figure
     make bench GPU=1                                       # a round of all cases for a GPU
