@@ -58,9 +58,7 @@ def skip(reason: str) -> None:
 
 
 def pytest_configure():
-    """Give each worker of pytest-xdist its own cores: threads that wait for a core by spinning
-    cost minutes.
-    """
+    """Give each worker of pytest-xdist its own cores: threads that spin for one cost minutes."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1 and hasattr(os, "sched_getaffinity"):

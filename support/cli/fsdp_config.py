@@ -62,7 +62,7 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         layers=tuple(str(name).strip() for name in layers),
         wrap_layers=values.get("auto_wrap_policy") != "NO_WRAP",
         precision=PRECISIONS.get(values.get("mixed_precision", "")),
-        reduce_in_bf16=values.get("reduce_dtype", "").startswith("BF"),
+        reduce_in_bf16=PRECISIONS.get(values.get("reduce_dtype", "")) == "bf16",
         offload=values.get("offload_params", False) or "OFFLOAD" in chosen,
         forward_prefetch=values.get("forward_prefetch", False),
         words=words,

@@ -184,9 +184,7 @@ def ignored_flags(args: Arguments) -> list[str]:
         options = ", ".join(fsdp.ignored)
         lines.append(f"{args.fsdp_config}: ignored, as there is no such option: {options}")
     if fsdp.no_shard:
-        lines.append("NO_SHARD: each rank holds the whole model, as with --strategy dp")
-    if fsdp.no_shard and fsdp.reduce_in_bf16:
-        lines.append("fsdp_reduce_dtype has no effect with NO_SHARD: gradients are reduced in fp32")
+        lines.append("NO_SHARD: each rank holds the whole model and reduces in fp32: --strategy dp")
     if ignored := sorted(args.given & {*IGNORED}):
         lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
     return lines

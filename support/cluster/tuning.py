@@ -106,11 +106,10 @@ def return_freed_memory() -> None:
 def keep_freed_memory(large: bool) -> None:
     """Keep the memory of one step's tensors for the next step, where a CPU trains.
 
-    Returning it to the kernel causes page faults at every step. benchmarks/RESULTS.md has their
-    cost for GPT-2 124M.
+    Returning it to the kernel causes page faults at every step (benchmarks/RESULTS.md).
 
     Args:
-        large: also keep tensors of 8 MB and more, which fragments the heap; only for dp.
+        large: also keep tensors of 8 MB and more, which fragments the heap.
     """
     # Without memory mappings no tensor is returned alone.
     mapped = {M_MMAP_MAX: 0} if large else {M_MMAP_THRESHOLD: 8 << 20}

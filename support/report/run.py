@@ -182,12 +182,9 @@ class Run:
             self.file.cut_at(state.step)
         MONITOR.watchdog.state = state
         if ctx.device.type == "cpu":
-            from support.memory.fit import has_room
+            from support.memory.fit import keeps_large_tensors
 
-            # Strategies that shard use tensors of many sizes. If large ones are kept, they take 27
-            # to 38 % more memory, for steps 6 % shorter to 20 % longer (benchmarks/RESULTS.md).
-            large = args.strategy == "dp" and has_room(args, ctx, manager.spec)
-            keep_freed_memory(large=large)
+            keep_freed_memory(large=keeps_large_tensors(args, ctx, manager.spec))
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if args.auto_micro_batch and args.batch_size > 1:
             from support.cluster.restart import Restart, restart_values

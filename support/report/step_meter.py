@@ -33,13 +33,11 @@ def create_meter(
     tokens, vocabulary = args.batch_size * args.seq_length, spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
-        in_graph = args.compile and fits_in_graph(tokens, vocabulary, ctx.device.type)
-        if spec.chunked_loss and in_graph:
+        if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32
+            return 4 * tokens * vocabulary
+        if args.compile and fits_in_graph(tokens, vocabulary, ctx.device.type):
             return ctx.dtype.itemsize * tokens * vocabulary  # the logits
-        if spec.chunked_loss:
-            return module.get_output_embeddings().kept_bytes
-        # A loss of all logits at once keeps their log-probabilities in fp32.
-        return 4 * tokens * vocabulary
+        return module.get_output_embeddings().kept_bytes
 
     detailed = args.profile_memory or ctx.simulated
     step_memory = StepMemory(module, objects.optimizer, memory.peak, detailed, kept_by_loss)

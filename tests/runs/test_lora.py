@@ -110,9 +110,7 @@ def test_frozen_weights_have_the_dtype_of_computations(script, plain, work):
 
 
 def test_gpt2_in_bf16_with_dropout(script, text_file, small_gpt2, tmp_path):
-    """Its linear layers keep their weights the other way round, and its output layer is its
-    embedding.
-    """
+    """Its linear layers store transposed weights, and its output layer is its embedding."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     set_seed(0)
