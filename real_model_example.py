@@ -503,7 +503,7 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
     model.to(ctx.device)
     if ctx.world_size == 1:
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         # After the reduction the gradients are views of the communication buckets, not a copy.
@@ -511,6 +511,7 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
         # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
         broadcast_buffers=False,
     )
+    return wrapped
 
 
 # ------------------------------------------------------------------------ PyTorch FSDP2 (fsdp)

@@ -150,11 +150,11 @@ def estimate_of(args: Arguments, ctx, spec) -> MemoryEstimate | None:
 def keeps_large_tensors(args: Arguments, ctx, spec) -> bool:
     """Return whether a run on a CPU keeps the memory of large tensors that it frees.
 
-    It does under dp, if it needs less than half of the memory by the estimate. Strategies that
-    shard use tensors of many sizes: keeping large ones takes 27 to 38 % more memory, for steps from
-    6 % shorter to 20 % longer (benchmarks/RESULTS.md).
+    It does if nothing is sharded and it needs less than half of the memory by the estimate.
+    Strategies that shard use tensors of many sizes: keeping large ones takes 27 to 38 % more
+    memory, for steps from 6 % shorter to 20 % longer (benchmarks/RESULTS.md).
     """
-    estimate = estimate_of(args, ctx, spec) if args.strategy == "dp" else None
+    estimate = None if STRATEGIES[args.strategy].sharded else estimate_of(args, ctx, spec)
     return estimate is not None and memory_limits(ctx).hold(estimate, 0.5)
 
 

@@ -71,7 +71,6 @@ class OutputLayer(nn.Linear):
             return super().forward(hidden)
         count, device = targets.numel(), targets.device.type
         if torch.compiler.is_compiling() and fits_in_graph(count, self.out_features, device):
-            # The compiler fuses the operations of the loss, so it needs no chunks.
             logits = super().forward(hidden).flatten(0, 1).float()
             options: Any = {"ignore_index": IGNORED, "reduction": "sum"}
             return F.cross_entropy(logits, targets.flatten(), **options) / tokens
