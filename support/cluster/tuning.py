@@ -116,6 +116,14 @@ def keep_freed_memory(large: bool) -> None:
     _mallopt({**mapped, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
 
 
+def tune_compiler() -> None:
+    """Set the options of torch.compile for a CPU; benchmarks/RESULTS.md has what they gain."""
+    from torch._inductor import config
+
+    config.fallback_random = True  # dropout zeroes the same elements as without --compile
+    config.disable_padding_cpu = False  # aligned rows: GPT-2's vocabulary of 50,257 is odd
+
+
 def _mallopt(settings: dict[int, int]) -> None:
     """Call glibc's mallopt(3); other C libraries keep their defaults."""
     with contextlib.suppress(OSError, AttributeError):

@@ -22,9 +22,9 @@ from support.units import IGNORED, fits_in_graph, number_of_chunks
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
 COMPUTED_IN_BACKWARD = (torch.float16,)
-# On CUDA the rows and columns of 16-bit matrices are padded to a multiple of this. cuBLAS uses slow
-# kernels if rows are not 16-byte aligned, and GPT-2's vocabulary of 50,257 is odd.
-ALIGNMENT = 128
+# The rows of the logits have a multiple of this many columns, by device and bytes of an element:
+# cuBLAS and MKL are slow if rows are not aligned, and GPT-2's vocabulary of 50,257 is odd.
+ALIGNMENT = {("cuda", 2): 128, ("cpu", 4): 16}
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
 
@@ -192,16 +192,16 @@ def _loss_and_gradients(
     Args:
         inputs, targets, dtype: as in ChunkedLoss; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
-        alignment: the vocabulary and the rows of a chunk are padded to a multiple of it; None:
-            ALIGNMENT in 16 bits on CUDA, 1 elsewhere.
+        alignment: the columns of the logits and the rows of a chunk are padded to a multiple of it;
+            None: as ALIGNMENT says, or not at all.
     """
     hidden, weight = inputs[0].to(dtype), inputs[1].to(dtype)
     bias = None if inputs[2] is None else inputs[2].to(dtype)
     device, vocabulary = hidden.device.type, len(weight)
     if alignment is None:
-        alignment = ALIGNMENT if device == "cuda" and dtype.itemsize == 2 else 1
+        alignment = ALIGNMENT.get((device, dtype.itemsize), 1)
     tail = -vocabulary % alignment  # columns that no target names
-    if tail:
+    if tail and dtype != torch.float32:  # pads a 16-bit copy; in fp32 the weight is the model's own
         weight = F.pad(weight, (0, 0, 0, tail))
         bias = bias if bias is None else F.pad(bias, (0, tail))
     fp32 = {"dtype": torch.float32, "device": hidden.device}
@@ -214,12 +214,13 @@ def _loss_and_gradients(
     for start in range(0, len(hidden), rows):
         count = min(rows, len(hidden) - start)
         part = hidden.narrow(0, start, count)
-        logits = _logits(part, weight, bias)
+        logits = _logits(part, weight, bias, vocabulary + tail)
         if tail:
             logits.narrow(1, vocabulary, tail).fill_(-torch.inf)
         log_p, grad_logits, factor = _cross_entropy(
             logits, targets.narrow(0, start, count), scale, dtype, any(needed)
         )
+        grad_logits = grad_logits.narrow(1, 0, len(weight))
         loss -= log_p
         if grad_hidden is not None:
             grad_hidden.narrow(0, start, count).copy_((grad_logits @ weight).mul(factor))
@@ -271,11 +272,19 @@ def _cross_entropy(
     return summed, torch.exp(log_p, out=out).scatter_(1, target, of_target.to(dtype)), factor
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute the logits of a chunk: in fp32 on CUDA, and elsewhere in the inputs' dtype.
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: int
+) -> torch.Tensor:
+    """Compute the logits of a chunk, [tokens, columns]: in fp32 on CUDA, else in the inputs' dtype.
 
     log_softmax would convert 16-bit logits. torch has products with fp32 results since version 2.8.
     """
+    if columns > len(weight):
+        logits = hidden.new_empty(len(hidden), columns)
+        part = torch.mm(hidden, weight.T, out=logits.narrow(1, 0, len(weight)))
+        if bias is not None:
+            part += bias
+        return logits
     in_fp32 = hidden.device.type == "cuda" and hidden.dtype.itemsize == 2
     if not in_fp32 or "dtype" not in torch.ops.aten.mm.overloads():
         return F.linear(hidden, weight, bias)
