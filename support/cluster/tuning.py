@@ -1,4 +1,4 @@
-"""Settings of this process: threads, allocators, logs, its GPU, and the precision.
+"""Settings of this process: threads, allocators, compiler, logs, its GPU, and the precision.
 
 Imports nothing heavy, because torch reads some of the settings on import.
 """
@@ -117,11 +117,13 @@ def keep_freed_memory(large: bool) -> None:
 
 
 def tune_compiler() -> None:
-    """Set the options of torch.compile for a CPU; benchmarks/RESULTS.md has what they gain."""
+    """Set options of torch.compile for a CPU (their gain: benchmarks/RESULTS.md)."""
     from torch._inductor import config
 
-    config.fallback_random = True  # dropout zeroes the same elements as without --compile
-    config.disable_padding_cpu = False  # aligned rows: GPT-2's vocabulary of 50,257 is odd
+    config.fallback_random = True  # PyTorch's generator: dropout drops what it drops in eager mode
+    # Pad the strides of the compiler's own tensors to 128 bytes, as on a GPU. GPT-2's logits need
+    # it: rows of 50,257 columns are not aligned, which makes the matrix product slow.
+    config.disable_padding_cpu = False
 
 
 def _mallopt(settings: dict[int, int]) -> None:

@@ -22,8 +22,9 @@ from support.units import IGNORED, fits_in_graph, number_of_chunks
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
 COMPUTED_IN_BACKWARD = (torch.float16,)
-# The rows of the logits have a multiple of this many columns, by device and bytes of an element:
-# cuBLAS and MKL are slow if rows are not aligned, and GPT-2's vocabulary of 50,257 is odd.
+# The logits get columns of padding up to a multiple of this number, by device and bytes of an
+# element, so that their rows are aligned: GPT-2's vocabulary of 50,257 is odd, which makes cuBLAS
+# and, on an AMD CPU, MKL slow.
 ALIGNMENT = {("cuda", 2): 128, ("cpu", 4): 16}
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
@@ -192,31 +193,32 @@ def _loss_and_gradients(
     Args:
         inputs, targets, dtype: as in ChunkedLoss; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
-        alignment: the columns of the logits and the rows of a chunk are padded to a multiple of it;
-            None: as ALIGNMENT says, or not at all.
+        alignment: the columns of the logits are padded to a multiple of it, and in 16 bits the rows
+            of a chunk; None: that of ALIGNMENT, or 1.
     """
     hidden, weight = inputs[0].to(dtype), inputs[1].to(dtype)
     bias = None if inputs[2] is None else inputs[2].to(dtype)
     device, vocabulary = hidden.device.type, len(weight)
     if alignment is None:
         alignment = ALIGNMENT.get((device, dtype.itemsize), 1)
-    tail = -vocabulary % alignment  # columns that no target names
-    if tail and dtype != torch.float32:  # pads a 16-bit copy; in fp32 the weight is the model's own
-        weight = F.pad(weight, (0, 0, 0, tail))
-        bias = bias if bias is None else F.pad(bias, (0, tail))
+    padding = -vocabulary % alignment  # columns that no target names
+    in_16_bits = dtype.itemsize == 2
+    if padding and in_16_bits:  # in fp32 the copy would cost as much memory as the weight
+        weight = F.pad(weight, (0, 0, 0, padding))
+        bias = bias if bias is None else F.pad(bias, (0, padding))
     fp32 = {"dtype": torch.float32, "device": hidden.device}
     grad_hidden = torch.empty_like(inputs[0]) if needed[0] else None
-    grad_weight = torch.zeros(weight.shape, **fp32) if needed[1] else None
-    grad_bias = torch.zeros(len(weight), **fp32) if needed[2] else None
+    grad_weight = torch.zeros(inputs[1].shape, **fp32) if needed[1] else None
+    grad_bias = torch.zeros(vocabulary, **fp32) if needed[2] else None
     loss = torch.zeros((), **fp32)
     rows = -(-len(hidden) // number_of_chunks(len(hidden), len(weight), device))
-    rows += -rows % alignment
+    rows += -rows % alignment if in_16_bits else 0
     for start in range(0, len(hidden), rows):
         count = min(rows, len(hidden) - start)
         part = hidden.narrow(0, start, count)
-        logits = _logits(part, weight, bias, vocabulary + tail)
-        if tail:
-            logits.narrow(1, vocabulary, tail).fill_(-torch.inf)
+        logits = _logits(part, weight, bias, vocabulary + padding)
+        if padding:
+            logits.narrow(1, vocabulary, padding).fill_(-torch.inf)
         log_p, grad_logits, factor = _cross_entropy(
             logits, targets.narrow(0, start, count), scale, dtype, any(needed)
         )
@@ -229,16 +231,13 @@ def _loss_and_gradients(
         if grad_weight is not None and dtype == torch.float32:
             grad_weight.addmm_(grad_logits.T, part)
         elif grad_weight is not None:
-            grad_weight += grad_logits.T @ part
+            grad_weight += (grad_logits.T @ part).narrow(0, 0, vocabulary)
         if grad_bias is not None:
-            grad_bias += (grad_logits.T @ factor.to(dtype)).squeeze(1)
+            grad_bias += (grad_logits.T @ factor.to(dtype)).squeeze(1).narrow(0, 0, vocabulary)
         del logits, grad_logits  # before the next chunk allocates its own
-    gradients = [grad_hidden, grad_weight, grad_bias]
-    if tail:
-        gradients[1:] = [g if g is None else g.narrow(0, 0, vocabulary) for g in gradients[1:]]
     return loss * scale, [
         None if g is None or x is None else g.to(x.dtype)
-        for g, x in zip(gradients, inputs, strict=True)
+        for g, x in zip((grad_hidden, grad_weight, grad_bias), inputs, strict=True)
     ]
 
 
@@ -281,9 +280,11 @@ def _logits(
     """
     if columns > len(weight):
         logits = hidden.new_empty(len(hidden), columns)
-        part = torch.mm(hidden, weight.T, out=logits.narrow(1, 0, len(weight)))
-        if bias is not None:
-            part += bias
+        out = logits.narrow(1, 0, len(weight))
+        if bias is None:
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            torch.addmm(bias, hidden, weight.T, out=out)
         return logits
     in_fp32 = hidden.device.type == "cuda" and hidden.dtype.itemsize == 2
     if not in_fp32 or "dtype" not in torch.ops.aten.mm.overloads():

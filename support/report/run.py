@@ -19,7 +19,7 @@ from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
-from support.cluster.tuning import keep_freed_memory, tune_compiler
+from support.cluster.tuning import keep_freed_memory
 from support.data.batches import steps_of
 from support.data.opening import NOTHING_TO_EVALUATE
 from support.errors import Preempted, UserError, explain
@@ -185,8 +185,6 @@ class Run:
             from support.memory.fit import keeps_large_tensors
 
             keep_freed_memory(large=keeps_large_tensors(args, ctx, manager.spec))
-            if args.compile:
-                tune_compiler()
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if args.auto_micro_batch and args.batch_size > 1:
             from support.cluster.restart import Restart, restart_values

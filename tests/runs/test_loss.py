@@ -1,6 +1,4 @@
-"""The loss that is computed in parts of the logits, and a forward pass that does not wait for a
-GPU.
-"""
+"""The loss, computed in chunks of the logits; a forward pass that does not wait for a GPU."""
 
 from functools import partial
 
@@ -72,7 +70,7 @@ def exact(head, hidden, targets, factor):
     "dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
 def test_loss_and_gradients_are_those_of_cross_entropy(monkeypatch, dtype, close, bias, alignment):
-    """Also as on CUDA, where the vocabulary and the rows of a chunk are padded."""
+    """Also with padding: of the logits' columns in fp32, of the weight in 16 bits as on CUDA."""
     padded = partial(loss._loss_and_gradients, alignment=alignment)
     monkeypatch.setattr(loss, "_loss_and_gradients", padded)
     head, (hidden, targets) = output_layer(dtype, bias), batch(dtype)
@@ -80,6 +78,8 @@ def test_loss_and_gradients_are_those_of_cross_entropy(monkeypatch, dtype, close
     expected, expected_gradients = exact(head, hidden, targets, factor=8)
     assert value.dtype == torch.float32
     assert value.item() == pytest.approx(expected.item(), rel=close)
+    without_gradients = torch.no_grad()(head)(hidden, targets, torch.tensor(20))
+    assert without_gradients.item() == pytest.approx(value.item())
     gradients = gradients_of(value, hidden, *head.parameters(), factor=8)
     for found, right in zip(gradients, expected_gradients, strict=True):
         assert (found - right).norm() < close * right.norm()
