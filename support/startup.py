@@ -104,7 +104,7 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     """
     from support.cluster.failures import MONITOR
     from support.cluster.process_group import join
-    from support.cluster.tuning import choose_precision, tune_compiler
+    from support.cluster.tuning import choose_precision
     from support.commands import command_of
     from support.model.resolve import configure_transformers
 
@@ -124,8 +124,6 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
         if command := command_of(args):
             MONITOR.end_together(None, command(args, ctx))  # does not return
         configure_transformers(args)
-        if args.compile and ctx.device.type == "cpu":
-            tune_compiler()
         model = train(args, ctx)
     except Preempted as preempted:
         MONITOR.end_together(preempted.engine, EXIT_PREEMPTED)

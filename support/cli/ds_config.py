@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import json
 import logging
+import os
 import re
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -14,13 +15,14 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from support import PROJECT
 from support.cli.arguments import Arguments
 from support.cli.buckets import bucket_sizes
 from support.cli.flags import FLAGS
 from support.errors import UserError
 from support.files.atomic import write_text
 from support.files.user_files import did_you_mean, read_text, shown
-from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER
+from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER, STRATEGIES
 
 SECTIONS = """
     zero_optimization zero_optimization.offload_optimizer zero_optimization.offload_param optimizer
@@ -171,6 +173,17 @@ class Resolved:
 
     def contradiction(self, flag: str, value: str) -> UserError:
         return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
+
+
+def with_deepspeed(args: Arguments) -> Arguments:
+    """Merge the flags with the DeepSpeed file: the user's, or the strategy's own."""
+    file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
+    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
+    resolved = merge(args, read_ds_config(file), file, world_size)
+    sources = {name: f"{file}: {key}" for name, key in resolved.keys.items()}
+    return args.replace(
+        **resolved.flags, sources={**args.sources, **sources}, ds_config_dict=resolved.config
+    )
 
 
 def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) -> Resolved:

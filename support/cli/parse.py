@@ -6,7 +6,6 @@ import os
 import re
 from typing import Any
 
-from support import PROJECT
 from support.cli.arguments import Arguments, Dataset, configured_strategy
 from support.cli.checks import refuse_conflicts
 from support.cli.flags import FLAGS, IGNORED, build_parser
@@ -49,7 +48,9 @@ def parse_arguments(argv: list[str]) -> Arguments:
         chosen = choose_strategy(read_ds_config(args.ds_config))
         args = args.set(f"{args.ds_config}: zero_optimization", strategy=chosen)
     if STRATEGIES[args.strategy].uses_deepspeed:
-        args = _with_deepspeed(args)
+        from support.cli.ds_config import with_deepspeed
+
+        args = with_deepspeed(args)
     elif "deepspeed" in args.given and not args.ds_config:
         raise UserError(
             f"--deepspeed does not fit --strategy {args.strategy}: give a configuration "
@@ -139,19 +140,6 @@ def _with_defaults(args: Arguments) -> Arguments:
         dataset=dataset or ("pydocs" if is_embedded else "wikitext"),
         lora_alpha=alpha,
         lr=OPTIMIZERS[args.optim].lr or usual if args.lr is None else args.lr,
-    )
-
-
-def _with_deepspeed(args: Arguments) -> Arguments:
-    """Merge the flags with the DeepSpeed file: the user's, or the strategy's own."""
-    from support.cli.ds_config import merge, read_ds_config
-
-    file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
-    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-    resolved = merge(args, read_ds_config(file), file, world_size)
-    sources = {name: f"{file}: {key}" for name, key in resolved.keys.items()}
-    return args.replace(
-        **resolved.flags, sources={**args.sources, **sources}, ds_config_dict=resolved.config
     )
 
 

@@ -109,6 +109,11 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
     torch.use_deterministic_algorithms(args.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
+    if args.compile and ctx.device.type == "cpu":
+        from torch._inductor import config
+
+        config.fallback_random = True  # dropout drops the same elements as without --compile
+        config.disable_padding_cpu = False  # align the rows of its tensors, as ALIGNMENT in loss.py
 
 
 def replace_all_reduce(model: torch.nn.Module) -> None:

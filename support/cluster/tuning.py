@@ -1,4 +1,4 @@
-"""Settings of this process: threads, allocators, compiler, logs, its GPU, and the precision.
+"""Settings of this process: threads, allocators, logs, its GPU, and the precision.
 
 Imports nothing heavy, because torch reads some of the settings on import.
 """
@@ -114,16 +114,6 @@ def keep_freed_memory(large: bool) -> None:
     # Without memory mappings no tensor is returned alone.
     mapped = {M_MMAP_MAX: 0} if large else {M_MMAP_THRESHOLD: 8 << 20}
     _mallopt({**mapped, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
-
-
-def tune_compiler() -> None:
-    """Set options of torch.compile for a CPU (their gain: benchmarks/RESULTS.md)."""
-    from torch._inductor import config
-
-    config.fallback_random = True  # PyTorch's generator: dropout drops what it drops in eager mode
-    # Pad the strides of the compiler's own tensors to 128 bytes, as on a GPU. GPT-2's logits need
-    # it: rows of 50,257 columns are not aligned, which makes the matrix product slow.
-    config.disable_padding_cpu = False
 
 
 def _mallopt(settings: dict[int, int]) -> None:

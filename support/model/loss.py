@@ -9,6 +9,7 @@ compiled model computes all logits at once if they fit, because the compiler fus
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -280,11 +281,8 @@ def _logits(
     """
     if columns > len(weight):
         logits = hidden.new_empty(len(hidden), columns)
-        out = logits.narrow(1, 0, len(weight))
-        if bias is None:
-            torch.mm(hidden, weight.T, out=out)
-        else:
-            torch.addmm(bias, hidden, weight.T, out=out)
+        product = torch.mm if bias is None else partial(torch.addmm, bias)
+        product(hidden, weight.T, out=logits.narrow(1, 0, len(weight)))
         return logits
     in_fp32 = hidden.device.type == "cuda" and hidden.dtype.itemsize == 2
     if not in_fp32 or "dtype" not in torch.ops.aten.mm.overloads():

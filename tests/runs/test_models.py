@@ -54,7 +54,7 @@ def test_gradient_checkpointing_computes_again_and_changes_no_loss(
 
 @pytest.mark.parametrize("strategy", [slow("dp"), *map(soak, STRATEGIES[1:])])
 def test_compile_compiles_and_changes_no_loss(script, tmp_path, strategy):
-    work = [*WORK, "--strategy", strategy, "--dropout", "0.1"]  # the same elements are zeroed
+    work = [*WORK, "--strategy", strategy, "--dropout", "0.1"]  # the same elements are dropped
     env = {"TORCHINDUCTOR_CACHE_DIR": tmp_path}
     compiled = script(*work, "--compile", env=env, **TWO, timeout=600)
     assert list(tmp_path.rglob("*.cpp"))  # the generated code
