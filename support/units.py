@@ -31,13 +31,6 @@ def human_rate(rate: float) -> str:
     return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
 
 
-def human_time(seconds: float) -> str:
-    """22 -> "22.0 s"; from two minutes on in minutes, from two hours on in hours."""
-    if seconds < 120:
-        return f"{human_rate(seconds)} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
-
-
 IGNORED = -100  # label of tokens without a loss: the default ignore_index of cross_entropy
 
 # Elements of the logits in one chunk of the loss. Each chunk reads and writes the whole gradient of

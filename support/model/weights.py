@@ -119,13 +119,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = list(
-            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
-        )
-    return blocks
+def copy_mapped_weights(model: nn.Module) -> None:
+    """Copy the trained weights that are mapped from their file into the process's own memory.
+
+    Otherwise the first update does it on several threads, and at each page the kernel interrupts
+    the cores of the other threads (benchmarks/RESULTS.md).
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.detach().mul_(1)  # writes each page, and changes no value
+    torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ from support.memory.estimate import MemoryEstimate
 from support.memory.workload import Workload
 from support.report.peak_flops import find_by_short_name, flops_per_token
 from support.text_tables import text_table
-from support.units import GB, human_rate, human_time
+from support.units import GB, human_rate
 
 DEFAULT_MFU = 0.4
 MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from its rate
@@ -321,3 +321,10 @@ def slurm_rows(
         Row("save_every", every, f"{every:,}", f"{young}; MTBF {mtbf:,g} h of a GPU, {source}"),
         Row("signal_seconds", signal, f"{signal}", of_signal),
     ]
+
+
+def human_time(seconds: float) -> str:
+    """22 -> "22.0 s"; from two minutes on in minutes, from two hours on in hours."""
+    if seconds < 120:
+        return f"{human_rate(seconds)} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

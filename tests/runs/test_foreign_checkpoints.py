@@ -191,7 +191,6 @@ dist.destroy_process_group()
         soak(DEEPSPEED, ["2"], ["native"], "two/*_optim_states.pt", "ds_to_universal"),
         pytest.param(FSDP, [], ["accelerate", "tutorial"], "*.distcp", "cannot be read"),
     ],
-    ids=["DeepSpeed 3", "DeepSpeed 2", "FSDP"],
 )
 def test_training_continues_a_checkpoint_of_two_ranks(
     script, begin, convert, trainer, data, tmp_path, program, args, folders, damaged, says

@@ -27,7 +27,6 @@ def test_the_export_is_pushed(script, hub, tmp_path):
 @pytest.mark.parametrize(
     "env, said",
     [({"HF_TOKEN": "hf_" + "wrong" * 8}, "HF_TOKEN"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE")],
-    ids=["wrong token", "offline"],
 )
 def test_a_push_that_cannot_work_ends_before_the_training(script, hub, tmp_path, env, said):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path / "hf", **env}

@@ -1,6 +1,4 @@
-"""What a step's time includes: everything between two updates except saves, evaluations, and
-measuring memory; and where the numbers of a step are logged.
-"""
+"""What a step's time includes (no saves, evaluations, or measuring memory); where it is logged."""
 
 import resource
 from resource import RLIMIT_FSIZE as FSIZE
@@ -40,9 +38,7 @@ def clock(monkeypatch):
 
 
 def open_run(tmp_path, clock) -> Run:
-    """One of `STEPS` steps in an epoch, whose tracker takes `LOG` seconds for a record, and
-    StepMemory `PAUSE`.
-    """
+    """A run of `STEPS` steps whose tracker takes `LOG` seconds a record, and StepMemory `PAUSE`."""
     device = SimpleNamespace(type="cpu")
     ctx = SimpleNamespace(device=device, is_main=True, simulated=False, precision="fp32")
     run = Run(ctx, tmp_path, {})
@@ -112,9 +108,7 @@ def test_peak_of_a_device(monkeypatch, name, precision, fp32_in, tflops):
 
 
 def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
-    """A GPU's losses stay on the device until a line is logged; trackers drop a step that comes
-    after a later one.
-    """
+    """A GPU's losses wait for a logged line, and trackers drop a step that comes too late."""
     run = open_run(tmp_path, clock)
     run.ctx.device.type, run.args.logging_steps = "cuda", 10
     run.start_epoch()

@@ -2,16 +2,19 @@
 run evaluates, ends an epoch and stops early.
 """
 
+import resource
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from one_rank import one_rank
+from safetensors.torch import load_file, save_file
 
 import real_model_example as program
 from support.cli.parse import parse_arguments
 from support.data.batches import StepBatch, train_state
+from support.model.weights import copy_mapped_weights
 from support.strategies.gradients import gradient_norm
 from support.train_state import TrainingObjects, TrainState
 
@@ -99,17 +102,24 @@ def test_the_norm_is_that_of_all_gradients():
     assert found == pytest.approx((64 * 2**2 + 128 * 3**2) ** 0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "train_epoch",
-    [program.train_epoch_ddp, program.train_epoch_deepspeed],
-    ids=["ddp", "deepspeed"],
-)
+@pytest.mark.parametrize("train_epoch", [program.train_epoch_ddp, program.train_epoch_deepspeed])
 def test_each_step_micro_batch_and_rank_draws_its_own_dropout(ctx, one_step, train_epoch):
     *_, seeds = one_step(train_epoch=train_epoch)
     *_, of_next_step = one_step(train_epoch=train_epoch, step=1)
     ctx.rank = 1
     *_, of_rank_1 = one_step(train_epoch=train_epoch)
     assert len({*seeds, *of_next_step, *of_rank_1}) == 9
+
+
+def test_the_first_update_copies_no_page_of_mapped_weights(tmp_path):
+    save_file({"weight": torch.ones(1024, 1024)}, tmp_path / "model.safetensors")
+    layer = torch.nn.Linear(1024, 1024, bias=False)
+    layer.weight.data = load_file(tmp_path / "model.safetensors")["weight"]
+    copy_mapped_weights(layer)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    layer.weight.data.add_(1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 100  # of 1,024 pages
+    assert layer.weight.eq(2).all()
 
 
 def state_of(**values) -> TrainState:

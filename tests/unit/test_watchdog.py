@@ -85,7 +85,6 @@ def states(*collectives: tuple[int, str], step: int | None = 1) -> dict[int, dic
         (states((7, "a"), (7, "a")), "wait in collective 7"),
         (states((7, "a"), (7, "a"), step=None), ""),  # a rank prepares the data
     ],
-    ids=["behind", "different", "same", "prepares"],
 )
 def test_the_rank_that_the_others_wait_for_is_named(states, says):
     found = diagnosis(states)
