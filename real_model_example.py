@@ -500,7 +500,7 @@ def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Mod
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     if args.compile:
         model.compile()
-    model.to(ctx.device)
+    models.copy_to_device(model, ctx.device)
     if ctx.world_size == 1:
         return model
     wrapped = DistributedDataParallel(

@@ -1,7 +1,7 @@
 """The model: from --model to weights in memory, and from trained weights to an exported folder.
 
 resolve   finds, downloads or initializes a model: from --model to a ModelSpec
-weights   read from a folder, drawn from the seed, distributed to the ranks
+weights   read from a folder, drawn from the seed, saved for the other ranks
 loss      the next-token loss, computed in chunks of the logits by the output layer
 download  a model of the hub
 isolation attention within a document, where a sequence has several

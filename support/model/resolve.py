@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from support import console, patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
-from support.cli.checks import is_local_model, scratch_without_hub
+from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import UserError, refused_as
 from support.files.atomic import remove_temporary_folder, write_text
@@ -179,7 +179,7 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
             isolate documents.
     """
     _be_quiet(args)
-    if not args.hub_offline:
+    if not args.hub_offline and names_on_hub(args)[0]:
         console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
     found = ctx.once_per_node("model", lambda: _prepare_folders(args))
     config = _read_config(found["weights"], args.model)
@@ -217,6 +217,20 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
 
         check_isolation(config, tokenizer, args)
     return spec
+
+
+def copy_to_device(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device; on a CPU, copy the weights that are trained from their mapped file.
+
+    Otherwise the first update copies them on several threads, and for each page the kernel
+    interrupts the cores of the others (benchmarks/RESULTS.md).
+    """
+    model.to(device)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_cpu:
+            # Writes each page; PyTorch uses one thread for less than 2^15 elements.
+            for part in parameter.detach().flatten().split(2**14):
+                part.mul_(1)
 
 
 def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:

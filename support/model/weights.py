@@ -1,4 +1,4 @@
-"""Weights of a model: read from a folder, drawn from the seed, distributed to the ranks."""
+"""Weights of a model: read from a folder, drawn from the seed, saved for the other ranks."""
 
 from __future__ import annotations
 
@@ -117,17 +117,3 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
-
-
-def copy_mapped_weights(model: nn.Module) -> None:
-    """Copy the trained weights that are mapped from their file into the process's own memory.
-
-    Otherwise the first update does it on several threads, and at each page the kernel interrupts
-    the cores of the other threads (benchmarks/RESULTS.md).
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.detach().mul_(1)  # writes each page, and changes no value
-    torch.set_num_threads(threads)

@@ -27,7 +27,6 @@ from support.files import atomic
 from support.memory.measure import MemoryByPhase
 from support.model import export
 from support.model.resolve import ModelSpec
-from support.model.weights import copy_mapped_weights
 from support.report import results
 from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.step_meter import StepMeter, create_meter
@@ -186,8 +185,6 @@ class Run:
             from support.memory.fit import keeps_large_tensors
 
             keep_freed_memory(large=keeps_large_tensors(args, ctx, manager.spec))
-            if objects.optimizer and STRATEGIES[args.strategy].engine == "ddp":
-                copy_mapped_weights(objects.model)
         # Adam's states exist from the first update on, so the second step may need the most memory.
         if args.auto_micro_batch and args.batch_size > 1:
             from support.cluster.restart import Restart, restart_values
