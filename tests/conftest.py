@@ -178,9 +178,7 @@ def free_port() -> int:
 
 
 def start(command: list, env: dict | None = None, cwd: Path | None = None) -> subprocess.Popen:
-    """Start a command in a session of its own, with Ctrl-C even if these tests run in the
-    background.
-    """
+    """Start a command in its own session, with Ctrl-C even if the tests run in the background."""
 
     def prepare():  # both are ignored under & and nohup, and that is inherited
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -335,9 +333,7 @@ def tiny_tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory, tiny_tokenizer) -> Path:
-    """A small checkpoint of Llama's architecture: grouped-query attention, untied embeddings,
-    rotary positions, bf16.
-    """
+    """A small Llama checkpoint: grouped-query attention, untied embeddings, rotary, bf16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

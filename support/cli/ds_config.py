@@ -71,7 +71,8 @@ def read_ds_config(path: str) -> dict[str, Any]:
     for key in SECTIONS:
         if not isinstance(lookup(config, key) or {}, dict):
             raise UserError(f"{shown(path)}: {key} must be an object.")
-    if (stage := lookup(config, "zero_optimization.stage")) not in (1, 2, 3):
+    stage = lookup(config, "zero_optimization.stage")
+    if stage not in (1, 2, 3) or stage is True:
         raise UserError(f"{shown(path)}: zero_optimization.stage {shown(stage)} is not 1, 2 or 3.")
     return config
 
@@ -141,7 +142,9 @@ def choose_strategy(config: dict[str, Any]) -> str:
     """Return the strategy that a DeepSpeed file describes."""
     stage = lookup(config, "zero_optimization.stage")
     device = lookup(config, "zero_optimization.offload_optimizer.device")
-    return {(2, "cpu"): "offload", (3, "nvme"): "infinity"}.get((stage, device), f"zero{stage}")
+    return {(2, "cpu"): "offload", (3, "nvme"): "infinity"}.get(
+        (stage, str(device)), f"zero{stage}"
+    )
 
 
 @dataclass
@@ -274,7 +277,7 @@ def _merge_precision_and_schedule(resolved: Resolved) -> None:
 
     scheduler = resolved.config.pop("scheduler", None) or {}
     kind, params = scheduler.get("type", "WarmupDecayLR"), scheduler.get("params") or {}
-    if kind not in AUTO_SCHEDULERS or any(value != AUTO for value in params.values()):
+    if str(kind) not in AUTO_SCHEDULERS or any(value != AUTO for value in params.values()):
         raise UserError(
             f"{resolved.file}: leave the scheduler {shown(kind)} out, and use --lr_scheduler, "
             "--warmup_steps and --lr."

@@ -111,10 +111,10 @@ def answers(url: str) -> bool:
     import urllib.request
 
     answered = threading.Event()
-    # urllib takes user:password for a part of the host's name.
-    head = urllib.request.Request(re.sub("//[^/?#]*@", "//", url), method="HEAD")
 
     def ask() -> None:
+        # urllib takes user:password for a part of the host's name.
+        head = urllib.request.Request(re.sub("//[^/?#]*@", "//", url), method="HEAD")
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             with contextlib.suppress(urllib.error.HTTPError):
                 urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()

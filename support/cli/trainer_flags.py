@@ -8,6 +8,9 @@ from support.cli.arguments import Arguments
 from support.errors import UserError
 
 TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
+# What --do_eval without --do_train sets flags of training to that --eval_only excludes.
+OF_TRAINING = {"save_every": None, "save_epochs": False, "eval_every": None}
+OF_TRAINING |= {"load_best_at_end": False, "auto_micro_batch": False}
 
 
 def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
@@ -46,8 +49,10 @@ def convert(args: Arguments) -> dict[str, Any]:
     if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
         changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
         changes["save_epochs"] = args.save_epochs or saves == "epoch"
-    if args.eval_only or (args.do_eval and not args.do_train):
-        return changes | {"eval_only": True}
+    if args.do_eval and not args.do_train:
+        return {**OF_TRAINING, "eval_only": True}
+    if args.eval_only:
+        return changes
     if args.eval_strategy is not None:
         in_steps = args.eval_strategy == "steps"
         changes["eval_every"] = (args.eval_every or TRAINER_STEPS) if in_steps else None

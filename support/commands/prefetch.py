@@ -7,14 +7,13 @@ from typing import NoReturn
 
 from support import console
 from support.cli.arguments import Arguments, datasets_of
-from support.cli.checks import is_local_dataset, is_local_model
+from support.cli.checks import is_local_dataset, names_on_hub
 from support.cluster.launch import Launch
 from support.cluster.process_group import single_process
 from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.cache import cache_folder, huggingface_home
 from support.model import resolve as models
-from support.tables import EMBEDDED_MODEL
 
 
 def prefetch(args: Arguments, launch: Launch) -> NoReturn:
@@ -24,7 +23,7 @@ def prefetch(args: Arguments, launch: Launch) -> NoReturn:
     reach the hub. With --streaming a dataset of the hub is not downloaded.
     """
     with single_process(launch) as ctx:
-        remote = not (is_local_model(args.model) or args.model == EMBEDDED_MODEL)
+        remote, _ = names_on_hub(args)
         verb = "Downloading, unless it is in the cache," if remote else "Reading"
         console.print0(f"⏳ {verb} {args.model}")
         tokenizer, _ = models.find_tokenizer(args, ctx)

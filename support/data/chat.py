@@ -102,7 +102,7 @@ def _message(message: Any) -> dict:
         raise ValueError("a message is not an object with 'role' and 'content'")
     keys = ("role", "content") if message.get("role") is not None else ("from", "value")
     role, content = (message.get(key) for key in keys)
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"a message has the role {shown(repr(role))}: use one of {list(ROLES)}")
     if lost := [key for key in UNSUPPORTED if message.get(key)]:
         raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")

@@ -1,4 +1,4 @@
-"""What fits in a given memory: a strategy, the largest batch or model, the fewest GPUs.
+"""What fits in a given memory: a strategy, the largest batch, the fewest GPUs.
 
 Also the memory estimate of a run in progress, and advice for a run that ran out of memory.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from support.cli.arguments import Arguments, configured_strategy, isolates_documents
+from support.cli.arguments import Arguments, FsdpOptions, configured_strategy, isolates_documents
 from support.errors import UserError
 from support.memory.architectures import Architecture, read_architecture
 from support.memory.estimate import MemoryEstimate, predict
@@ -109,10 +109,11 @@ def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
     """Describe this run for the memory estimate.
 
     Raises:
-        UserError: the estimate does not support the run: it uses the user's own DeepSpeed or FSDP
-            file, or only evaluates.
+        UserError: the estimate does not support the run: it uses the user's own DeepSpeed
+            file or options of FSDP, or only evaluates.
     """
-    if args.ds_config or args.fsdp_config or args.eval_only:
+    fsdp = replace(args.fsdp, no_shard=False, precision=None)  # --strategy dp, --precision
+    if args.ds_config or fsdp != FsdpOptions() or args.eval_only:
         raise UserError(
             "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
             "defaults only."
@@ -123,11 +124,13 @@ def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
 
 def memory_limits(ctx) -> Limits:
     """Return the memory limits of this rank's device and of its node, in bytes."""
-    from support.memory.system import memory_limit  # imports torch
+    import torch
+
+    from support.memory.system import memory_limit
 
     ranks = 1 if ctx.simulated else ctx.launch.local_world_size
     if ctx.device.type == "cuda":
-        return Limits(memory_limit(ctx.device), host_memory(), None, ranks)
+        return Limits(memory_limit(ctx.device), memory_limit(torch.device("cpu")), None, ranks)
     return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
 
 

@@ -62,6 +62,9 @@ def live_bytes(model: torch.nn.Module, optimizer, device: torch.device) -> dict:
         "other": count(all_tensors(), seen),
     }
     placement = _placement(optimizer)
+    if device.type == "cuda":  # FSDP with offload
+        on_host = (name for name in placement if counted[name]["cpu"] > counted[name]["cuda"])
+        placement |= {name: "host" for name in on_host if placement[name] == "device"}
     on_device = {name: sizes[device.type] for name, sizes in counted.items()}
     # On a CPU the device is the host. The strategy determines what would be on a GPU.
     if device.type == "cpu":

@@ -16,7 +16,7 @@ def download(args: Arguments) -> str:
     from huggingface_hub import HfApi, errors, snapshot_download
 
     name, revision, offline = args.model, args.model_revision, args.hub_offline
-    patterns = ["*.json", "*.txt", "*.model", "*.tiktoken"]
+    patterns = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
     try:
         if not (args.from_scratch or args.show_sample or offline):
             files = HfApi().list_repo_files(name, revision=revision)

@@ -17,9 +17,7 @@ from support.programs import exit_code_of
 
 @pytest.fixture
 def generate(tmp_path, monkeypatch, capfd):
-    """generate(*args) runs scripts/distributed_setup.py in a folder with a run file, in this
-    process.
-    """
+    """generate(*args) runs scripts/distributed_setup.py in a folder with a run file, in-process."""
     import distributed_setup
 
     monkeypatch.chdir(tmp_path)
@@ -47,9 +45,7 @@ JOB = {
 
 
 class Stubs:
-    """Programs that record their arguments, environment and standard input, in a folder that is
-    first on PATH.
-    """
+    """Programs, first on PATH, that record their arguments, environment and standard input."""
 
     NAMES = ("srun", "torchrun", "deepspeed", "scontrol", "module", "sleep")
 

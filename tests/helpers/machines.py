@@ -95,9 +95,7 @@ class Machines:
 
 
 class Slurm:
-    """munged and slurmctld on this machine, a slurmd on each of the first two hosts; with GPUs that
-    are none.
-    """
+    """munged and slurmctld here, a slurmd on each of the first two hosts; with false GPUs."""
 
     GPUS = 4
 

@@ -1,6 +1,4 @@
-"""--check says what would keep a run from running, and an error that happens says what to do about
-it.
-"""
+"""--check says what would keep a run from running; an error that happens says what to do."""
 
 import re
 import shutil

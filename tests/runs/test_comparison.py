@@ -141,9 +141,7 @@ def test_memory_saved_on_two_ranks(all_seven):
 
 
 def test_bytes_sent(all_seven):
-    """On two ranks a rank sends half of each element that is gathered or reduced, twice in an
-    all-reduce.
-    """
+    """A rank of two sends half of each element that is gathered; twice that in an all-reduce."""
     found = all_seven[2]
     rows, parameters = by_strategy(found), found["work"]["parameters"]
     # Bytes per parameter: dp gradients in fp32; zero1 gradients and parameters in bf16; zero2 and

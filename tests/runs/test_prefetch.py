@@ -2,9 +2,7 @@
 
 
 def test_after_prefetch_the_run_needs_no_hub(script, hub, tmp_path):
-    """On a head node, with the flags of the job: what the job needs of its own machine is not asked
-    for.
-    """
+    """On a head node, with the flags of the job: what only the job's machine needs is not asked."""
     work = "--model gpt2 --num_samples 4 --seq_length 32 --max_steps 1 --no_eval".split()
     work += "--no_export --precision fp32".split()
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path / "hf"}

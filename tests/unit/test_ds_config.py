@@ -74,6 +74,8 @@ def test_values_of_the_file_are_used(read, content, flags, values):
     [
         ('{"zero_optimization" {"stage": 2}}', [], "ds.json: .*line 1 column 22"),
         (zero(4), [], "stage 4 is not 1, 2 or 3"),
+        (zero(True), [], "stage True is not 1, 2 or 3"),
+        ({"scheduler": {"type": ["WarmupLR"]}}, [], "leave the scheduler"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, [], "contradicts bf16.enabled"),
         ({"train_micro_batch_size_per_gpu": -1}, [], "train_micro_batch_size_per_gpu"),
         ({"train_batch_size": 13}, [], "train_batch_size 13, but --batch_size 4"),

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from conftest import STRATEGIES
 
+from support.cli.parse import parse_arguments
+from support.errors import UserError
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
-from support.memory.fit import Limits, fitting_split, recommend, remedies
+from support.memory.fit import Limits, fitting_split, planned_work, recommend, remedies
 from support.memory.measure import over_ranks
 from support.memory.workload import Workload, adapters
 from support.units import GB
@@ -20,6 +22,11 @@ MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376
 # matrices, 485,376 for the rest), a 16-bit copy (248,636,928 and 242,688) and the largest gradient
 # (77,194,752). CPU Adam allocates the moments.
 LOCKED_BY_OFFLOAD = (2 * 2**29 + 2**28) + (2 * 2**19 + 2**18) + 2**27 + 8 * (MATRICES + REST)
+
+
+def test_options_of_fsdp_are_not_estimated():
+    with pytest.raises(UserError):
+        planned_work(parse_arguments(["--fsdp", "full_shard offload"]), None, None)
 
 
 def test_cuda_locks_host_memory_in_powers_of_two():

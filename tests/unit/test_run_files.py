@@ -1,6 +1,4 @@
-"""The arguments, described in one place; run files (--config), what overrides them, and what
---print_config prints.
-"""
+"""The arguments, described once; run files (--config), what overrides them, --print_config."""
 
 from typing import get_args, get_type_hints
 

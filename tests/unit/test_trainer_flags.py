@@ -33,7 +33,7 @@ def test_tables_name_existing_flags_once():
         (["--save_strategy", "epoch", "--save_steps", "7"], {"save_every": None}),  # as Trainer
         (["--eval_strategy", "steps", "--eval_steps", "7"], {"eval_every": 7}),
         (["--do_train", "--do_eval"], {"eval": True, "eval_only": False}),
-        (["--do_eval"], {"eval_only": True}),
+        (["--do_eval", "--save_steps", "9", "--load_best_model_at_end"], {"eval_only": True}),
         (["--resume_from_checkpoint", "True", "--output_dir", "x"], {"resume": ""}),
         (["--use_peft", "--lora_target_modules", "q_proj", "--lora_r", "4"], {"lora_r": 4}),
         (["--fsdp"], {"strategy": "fsdp"}),
