@@ -48,7 +48,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
     """Return the exit code of a program: that of its error, which is printed, or what it returns.
 
     Args:
-        main: returns the exit code, or None for 0. Other exceptions than UserError are not caught.
+        main: returns the exit code, or None for 0. An unexpected exception is not caught.
     """
     try:
         return main()

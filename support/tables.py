@@ -77,8 +77,8 @@ INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
 class Optimizer:
     """An optimizer, whose states are in addition to the fp32 weight."""
 
-    # Bytes of its states per trained parameter, for the documentation; the memory estimate also
-    # counts small parameters and blocks (memory/workload.py).
+    # Bytes of its states per trained parameter; the memory estimate also counts small parameters
+    # and blocks (memory/workload.py).
     state_bytes: float
     family: str  # optimizers of one family can resume each other's checkpoints
     package: str | None = None  # the Python package that it needs, besides the required ones

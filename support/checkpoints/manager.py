@@ -276,8 +276,6 @@ class CheckpointManager:
         """
         if self.best_is_loaded or state is None:
             return self._loaded_from
-        if self.args.eval_only:
-            return None
         try:
             self.save(state)
         except TrainingError as error:

@@ -56,7 +56,7 @@ def train_state(counters: dict, train: Any, args: Arguments, world_size: int) ->
     """
     sequences = max(1, train.num_sequences)  # --eval_only may have none
     steps = total_steps(args, world_size, sequences, counters["step"], counters["samples"])
-    state = TrainState(
+    return TrainState(
         total_steps=0 if args.eval_only else steps,
         num_sequences=sequences,
         global_batch=global_batch(args, world_size),
@@ -66,9 +66,6 @@ def train_state(counters: dict, train: Any, args: Arguments, world_size: int) ->
         first_step=counters["step"],
         **{name: counters[name] for name in NEW_RUN},
     )
-    if state.tokens is None:  # checkpoints of the first versions did not count tokens
-        state.tokens = state.samples * args.seq_length
-    return state
 
 
 def fill_up(sequences: Sequences, indices: np.ndarray, rows: int) -> MicroBatch:

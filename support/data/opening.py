@@ -10,7 +10,6 @@ from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
 from support.data.sequences import Sequences
-from support.data.sources import evaluates_only
 from support.errors import UserError
 
 NOTHING_TO_EVALUATE = (
@@ -50,7 +49,7 @@ def open_tokenized(
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
     console.print0(f"⏳ Preparing the dataset {args.dataset}")
-    if args.mixture and not (evaluates_only(args) and args.validation_file):
+    if args.mixture and not (args.eval_only and args.validation_file):
         from support.data.mixture import open_mixture
 
         return open_mixture(args, ctx, tokenizer)

@@ -9,18 +9,13 @@ from support.cli.checks import is_local_dataset
 from support.data.rows import PlacedRows, Position, Row, RowOptions, Source
 
 
-def evaluates_only(args: Arguments) -> bool:
-    """Return whether the training data is not needed; a resumed run compares it."""
-    return bool(args.eval_only and args.resume is None)
-
-
 def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
     """Open a corpus ("pydocs", a file, a folder, or a dataset on the hub) and --validation_file.
 
     With --eval_only, only the validation data if it does not depend on the training data.
     """
     corpus = Source("", {})
-    if not (args.validation_file and evaluates_only(args)):
+    if not (args.validation_file and args.eval_only):
         if name == "pydocs":
             corpus = _open_pydocs()
         elif is_local_dataset(name):
@@ -30,7 +25,7 @@ def open_source(name: str, args: Arguments, options: RowOptions) -> Source:
         else:
             from support.data.row_hub import open_hub
 
-            corpus = open_hub(name, args, options, needs_train=not evaluates_only(args))
+            corpus = open_hub(name, args, options, needs_train=not args.eval_only)
     if args.validation_file is None:
         return corpus
     from support.data.row_files import open_files

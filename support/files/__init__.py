@@ -2,7 +2,7 @@
 
 atomic              atomic writes, JSON files, locks, temporary folders
 cache               folders of prepared files that runs share
-safetensors_writer  the weight files of a model, in shards of at most 1 GB
+safetensors_writer  the weight files of a model, in shards of limited size
 user_files          JSON and text files that a user writes
 folders             the files of a folder of data
 """

@@ -26,8 +26,7 @@ def generate(
     """Print and return a prompt, continued by up to NEW_TOKENS tokens; of a chat, the answer only.
 
     Every rank calls this function, and all ranks return the same text. transformers' `generate`
-    would let each rank sample its own tokens, and a rank that finished earlier would leave the
-    others blocked in the all-gather of a layer.
+    would let each rank sample its own tokens.
 
     Args:
         casting: the context manager that training uses for the forward pass.

@@ -21,6 +21,7 @@ from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
 from support.memory.estimate import MemoryEstimate
 from support.memory.workload import Workload
+from support.report.compare import last_error
 from support.report.peak_flops import find_by_short_name, flops_per_token
 from support.text_tables import text_table
 from support.units import GB, human_rate
@@ -268,9 +269,7 @@ def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, dict[
         command += ["--cache_dir", f"{folder}/cache", "--no_eval", "--no_export", "--no_save"]
         exit_code, log = programs.run_program([*launcher, *command])
         if exit_code:
-            errors = [line for line in log.splitlines() if line.startswith("❌")]
-            reason = errors[0].removeprefix("❌ ") if errors else log.strip()[-300:]
-            raise TrainingError(f"--measure: the run failed: {reason}")
+            raise TrainingError(f"--measure: the run failed: {last_error(log)}")
         return "--measure", read_run(f"{folder}/run", "--measure")[1]
 
 

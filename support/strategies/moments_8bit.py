@@ -36,7 +36,10 @@ def load(optimizer: Any, key: torch.Tensor, create: bool) -> dict[str, torch.Ten
         moments[moment] = torch.empty(flat.numel())
         for part, blocks in _parts(flat.numel()):
             moments[moment][part] = dequantize_blockwise(
-                flat.view(-1)[part], absmax=state[scale][blocks], code=state[values], blocksize=256
+                flat.view(-1)[part],
+                absmax=state[scale][blocks],
+                code=state[values],
+                blocksize=BLOCK,
             )
     return moments
 
