@@ -56,9 +56,7 @@ def cached(folder, split="train"):
 
 
 def expected(tokenizer, text):
-    """Ids and mask, token by token: each token's characters are looked up among those that are
-    learned.
-    """
+    """Ids and mask, token by token: each token's characters are looked up in the learned ones."""
     text = text.replace("<|end|>", "\0")
     flags, plain, inside = [], "", False
     for character in text:
