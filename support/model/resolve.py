@@ -1,7 +1,7 @@
 """Resolve --model to an architecture, a tokenizer and a local folder with the weights.
 
-Every kind of --model results in a local folder, which each strategy loads in its own way. Random
-weights are also drawn once per node and saved to a temporary folder.
+Every kind of --model results in a local folder, which each strategy loads in its own way. Ranks
+that share random weights find them there; one process alone draws them when it loads the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.files.atomic import remove_temporary_folder, write_text
 from support.files.cache import Cache, cache_folder
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
-from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
+from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY, STRATEGIES
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -41,8 +41,9 @@ class ModelSpec:
     generation: GenerationConfig
     weights: str  # local folder that `load` reads
     seed: int  # for weights that the folder lacks
-    # The weights, or rows of the embedding, were drawn from the seed for this run.
+    # The weights, or rows of the embedding, are drawn from the seed for this run.
     random: bool = False
+    drawn_by_load: bool = False  # the folder has no weights
     lora: Any = None  # the configuration of its adapters, a lora.Lora; None without them
     dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
@@ -93,6 +94,8 @@ class ModelSpec:
         """
         console.print0("⏳ Loading the model")
         torch.manual_seed(self.seed)
+        if self.drawn_by_load:
+            return self._prepare(weights.from_config(self.config))
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
         model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
         if names := sorted(info["missing_keys"]):
@@ -172,7 +175,7 @@ def max_positions(config) -> int | None:
 
 
 def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
-    """Resolve --model to a `ModelSpec`; weights are downloaded, or drawn, once per node.
+    """Resolve --model to a `ModelSpec`; a node downloads weights, or draws shared ones, once.
 
     Raises:
         UserError: the model cannot be found or downloaded, is no causal language model, or cannot
@@ -181,7 +184,9 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     _be_quiet(args)
     if not args.hub_offline and names_on_hub(args)[0]:
         console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
-    found = ctx.once_per_node("model", lambda: _prepare_folders(args))
+    shared = ctx.real_world_size > 1 or STRATEGIES[args.strategy].shards_parameters
+    drawn_by_load = not shared and args.lora_r is None  # frozen weights are converted, or merged
+    found = ctx.once_per_node("model", lambda: _prepare_folders(args, drawn_by_load))
     config = _read_config(found["weights"], args.model)
     tokenizer = _read_tokenizer(found["tokenizer"], args)
     for notice in found["notices"]:
@@ -207,6 +212,7 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
             found["weights"],
             args.seed,
             random=found["random"],
+            drawn_by_load=found["drawn_by_load"],
             lora=lora,
             dtype=weights.weights_dtype(args, ctx),
             load_in_4bit=args.load_in_4bit,
@@ -283,21 +289,29 @@ def _locate(args: Arguments) -> tuple[transformers.PretrainedConfig, str, str | 
         return config, embedded_tokenizer(args), None, [notice]
 
 
-def _prepare_folders(args: Arguments) -> dict:
-    """Prepare folders with weights and tokenizer that every rank of the node can load."""
+def _prepare_folders(args: Arguments, drawn_by_load: bool) -> dict:
+    """Prepare folders with weights and tokenizer that every rank of the node can load.
+
+    Args:
+        drawn_by_load: do not draw random weights here, where their embedding has the right size.
+    """
     config, tokenizer, folder, notices = _locate(args)
     random = folder is None
+    entries = len(_read_tokenizer(tokenizer, args))
+    enlarged = entries > config.get_text_config().vocab_size
+    drawn_by_load = drawn_by_load and random and not enlarged
     if folder is None:
         torch.manual_seed(args.seed)
-        folder = weights.save_temporarily(weights.from_config(config))
-    entries = len(_read_tokenizer(tokenizer, args))
-    if entries > config.get_text_config().vocab_size:
+        model = None if drawn_by_load else weights.from_config(config)
+        folder = weights.save_temporarily(config, model)
+    if enlarged:
         model, _ = weights.from_folder(folder, config)
         torch.manual_seed(args.seed)
         model.resize_token_embeddings(entries)
-        folder, random = weights.save_temporarily(model), True
+        folder, random = weights.save_temporarily(model.config, model), True
         notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
-    return {"weights": folder, "tokenizer": tokenizer, "notices": notices, "random": random}
+    found = {"weights": folder, "tokenizer": tokenizer, "notices": notices}
+    return {**found, "random": random, "drawn_by_load": drawn_by_load}
 
 
 def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:

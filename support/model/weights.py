@@ -94,17 +94,18 @@ def as_dtype(dtype: torch.dtype | str) -> dict:
     return {"dtype" if renamed else "torch_dtype": dtype}
 
 
-def save_temporarily(model: nn.Module) -> str:
-    """Save a model to a folder that the run removes at its end; return the folder."""
+def save_temporarily(config: PretrainedConfig, model: nn.Module | None) -> str:
+    """Save a configuration and weights to a folder that the run removes; return the folder."""
     temporary = TemporaryFolder(
         Path(tempfile.gettempdir()), "distributed_training_weights_", mode=0o700
     )
     # model.save_pretrained writes nothing on ranks other than 0, but every node needs the folder.
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(config)
     config.update(as_dtype(torch.float32))
     config.save_pretrained(temporary.path)
-    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    save_file(tensors, temporary.path / "model.safetensors")
+    if model:
+        tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+        save_file(tensors, temporary.path / "model.safetensors")
     return str(temporary.path)
 
 
