@@ -113,9 +113,9 @@ def answers(url: str) -> bool:
     answered = threading.Event()
 
     def ask() -> None:
-        # urllib takes user:password for a part of the host's name.
-        head = urllib.request.Request(re.sub("//[^/?#]*@", "//", url), method="HEAD")
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            # urllib takes user:password for a part of the host's name.
+            head = urllib.request.Request(re.sub("//[^/?#]*@", "//", url), method="HEAD")
             with contextlib.suppress(urllib.error.HTTPError):
                 urllib.request.urlopen(head, timeout=PROBE_SECONDS).close()
             answered.set()

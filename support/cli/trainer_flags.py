@@ -45,12 +45,12 @@ def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
 
 def convert(args: Arguments) -> dict[str, Any]:
     """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
+    if args.do_eval and not args.do_train:
+        return {**OF_TRAINING, "eval_only": True}
     changes: dict[str, Any] = {}
     if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
         changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
         changes["save_epochs"] = args.save_epochs or saves == "epoch"
-    if args.do_eval and not args.do_train:
-        return {**OF_TRAINING, "eval_only": True}
     if args.eval_only:
         return changes
     if args.eval_strategy is not None:

@@ -43,7 +43,6 @@ class ModelSpec:
     seed: int  # for weights that the folder lacks
     # The weights, or rows of the embedding, are drawn from the seed for this run.
     random: bool = False
-    drawn_by_load: bool = False  # the folder has no weights
     lora: Any = None  # the configuration of its adapters, a lora.Lora; None without them
     dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
@@ -94,7 +93,7 @@ class ModelSpec:
         """
         console.print0("⏳ Loading the model")
         torch.manual_seed(self.seed)
-        if self.drawn_by_load:
+        if self.random and not Path(self.weights, "model.safetensors").exists():
             return self._prepare(weights.from_config(self.config))
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
         model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
@@ -184,9 +183,10 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     _be_quiet(args)
     if not args.hub_offline and names_on_hub(args)[0]:
         console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
+    # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
     shared = ctx.real_world_size > 1 or STRATEGIES[args.strategy].shards_parameters
-    drawn_by_load = not shared and args.lora_r is None  # frozen weights are converted, or merged
-    found = ctx.once_per_node("model", lambda: _prepare_folders(args, drawn_by_load))
+    shared = shared or args.lora_r is not None
+    found = ctx.once_per_node("model", lambda: _prepare_folders(args, shared))
     config = _read_config(found["weights"], args.model)
     tokenizer = _read_tokenizer(found["tokenizer"], args)
     for notice in found["notices"]:
@@ -212,7 +212,6 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
             found["weights"],
             args.seed,
             random=found["random"],
-            drawn_by_load=found["drawn_by_load"],
             lora=lora,
             dtype=weights.weights_dtype(args, ctx),
             load_in_4bit=args.load_in_4bit,
@@ -289,29 +288,29 @@ def _locate(args: Arguments) -> tuple[transformers.PretrainedConfig, str, str | 
         return config, embedded_tokenizer(args), None, [notice]
 
 
-def _prepare_folders(args: Arguments, drawn_by_load: bool) -> dict:
+def _prepare_folders(args: Arguments, shared: bool) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load.
 
     Args:
-        drawn_by_load: do not draw random weights here, where their embedding has the right size.
+        shared: save random weights, too; otherwise `ModelSpec.load` draws them.
     """
     config, tokenizer, folder, notices = _locate(args)
-    random = folder is None
     entries = len(_read_tokenizer(tokenizer, args))
     enlarged = entries > config.get_text_config().vocab_size
-    drawn_by_load = drawn_by_load and random and not enlarged
-    if folder is None:
-        torch.manual_seed(args.seed)
-        model = None if drawn_by_load else weights.from_config(config)
-        folder = weights.save_temporarily(config, model)
-    if enlarged:
+    random, model = enlarged or folder is None, None
+    torch.manual_seed(args.seed)
+    if folder is None and (shared or enlarged):
+        model = weights.from_config(config)
+    elif folder and enlarged:
         model, _ = weights.from_folder(folder, config)
+    if model and enlarged:
         torch.manual_seed(args.seed)
         model.resize_token_embeddings(entries)
-        folder, random = weights.save_temporarily(model.config, model), True
+        config = model.config
         notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
-    found = {"weights": folder, "tokenizer": tokenizer, "notices": notices}
-    return {**found, "random": random, "drawn_by_load": drawn_by_load}
+    if random:
+        folder = weights.save_temporarily(config, model)
+    return {"weights": folder, "tokenizer": tokenizer, "notices": notices, "random": random}
 
 
 def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:

@@ -43,9 +43,8 @@ def write_gpt2(folder: Path) -> None:
     tokenizer.train_from_iterator(texts, vocab_size=1000, special_tokens=[end], show_progress=False)
     options = {"eos_token": end, "bos_token": end, "model_max_length": 1024}
     options["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **options).save_pretrained(
-        folder
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **options)
+    fast.save_pretrained(folder)
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_layer=2, n_embd=128, n_head=4, **ends))
