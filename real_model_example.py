@@ -64,7 +64,7 @@ from support.model import resolve as models
 from support.model.loss import computes_loss
 from support.report.run import Run
 from support.strategies import deepspeed as zero
-from support.strategies import gradients
+from support.strategies import fsdp, gradients
 from support.tables import STRATEGIES
 from support.train_state import TrainingObjects, TrainState
 
@@ -440,6 +440,9 @@ def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.
         model = spec.load(ctx)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.compile:  # blocks that are alike share one graph; the output layer computes the loss
+        for layer in (*fsdp.transformer_blocks(model), model.get_output_embeddings()):
+            layer.compile()
     dist.barrier()  # all ranks have read the weights
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
         spec.remove_drawn_weights()  # the temporary folder of random weights
@@ -498,8 +501,6 @@ def create_optimizer(groups: list[dict], args: Arguments) -> torch.optim.Optimiz
 # --------------------------------------------------------------------------- PyTorch DDP (dp)
 def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
-    if args.compile:
-        model.compile()
     models.copy_to_device(model, ctx.device)
     if ctx.world_size == 1:
         return model
@@ -522,8 +523,6 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from support.strategies import fsdp
-
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()
     # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 (default) or bf16.
@@ -536,16 +535,12 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
     blocks = fsdp.blocks_to_shard(sharded, args.fsdp)  # the transformer layers
     for block in blocks:  # hooks gather a block's parameters before it computes, and free them
-        if args.compile:
-            block.compile()
         fully_shard(block, reshard_after_forward=args.fsdp.reshard_after_forward, **options)
     # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
     fully_shard(sharded, **options)
     if args.fsdp.forward_prefetch:
         for block, next_block in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([next_block])
-    if args.compile:
-        sharded.get_output_embeddings().compile()  # the output layer, which computes the loss
     sharded.to_empty(device="cpu" if args.fsdp.offload else ctx.device)
     fsdp.fill_from_rank0(sharded, full_model, ctx)
     return sharded
@@ -591,8 +586,6 @@ def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
             model_parameters=parameter_groups(model, args),
             optimizer=partial(create_optimizer, args=args) if own_optimizer else None,
         )
-    if args.compile:
-        engine.compile()
     return engine
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 def replace_packed_sequence_check(isolate: bool) -> None:
     """transformers 5.23.0: replace the check for several packed sequences in one row of a batch.
 
-    In each forward pass it reads a tensor on the GPU, so the host waits; in a compiled model it
-    adds a mask, which disables FlashAttention. Here the flags say whether positions restart.
+    In each forward pass it reads a tensor on the GPU, so the host waits. Here the flags say whether
+    positions restart.
 
     Remove it when `find_packed_sequence_indices` no longer converts a tensor on the device to bool.
 

@@ -85,7 +85,7 @@ class Arguments:
         lora_targets: ends of the names of layers, or all-linear (default: the architecture's usual)
         merge_lora: export the whole model with the adapters added, instead of the adapters
         load_in_4bit: keep frozen weights in 4 bits (QLoRA); needs --lora_r and bitsandbytes
-        compile: compile the model with torch.compile
+        compile: compile the transformer blocks and the loss with torch.compile
 
     Data:
         dataset: pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .tsv

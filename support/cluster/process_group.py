@@ -109,6 +109,9 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
     torch.use_deterministic_algorithms(args.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
+    if args.compile:
+        # DDP would split the graph of a block, to reduce gradients before its backward has ended.
+        torch._dynamo.config.optimize_ddp = False
     if args.compile and ctx.device.type == "cpu":
         from torch._inductor import config
 

@@ -2,8 +2,8 @@
 
 The logits of a batch and what cross_entropy derives from them are the largest tensors of a step:
 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has changed returns the loss if it gets
-targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time. A
-compiled model computes all logits at once if they fit, because the compiler fuses what follows.
+targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time. If
+it is compiled, it computes all logits at once if they fit: the compiler fuses what follows.
 """
 
 from __future__ import annotations
