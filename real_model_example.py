@@ -32,8 +32,6 @@ defaults are in support/cli/arguments.py. <output_dir> gets results.json, metric
 checkpoints (--save_every) and the trained model (hf/).
 """
 
-from __future__ import annotations
-
 import sys
 
 from support import startup

@@ -1,7 +1,5 @@
 """Run commands for benchmarks/gpu_check.py, compare their results, and write the report."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

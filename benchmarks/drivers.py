@@ -10,8 +10,6 @@ print "step N loss X" after each --logging_steps steps, and at the end "peak_byt
 allocator, or without a GPU of the resident memory of all ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

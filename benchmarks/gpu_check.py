@@ -22,8 +22,6 @@ issue of this repository. No network is needed. Without a GPU the checks that a 
 the embedded model, and the others are skipped. Exit code: 1 if a line is FAIL.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -9,8 +9,6 @@ torch.cuda.set_sync_debug_mode warns of calls inside PyTorch's operations, and t
 that autograd makes in its own threads at the line that called backward.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import runpy

@@ -10,8 +10,6 @@ for each combination of versions and CPU. Exit codes: 0; 1 if an op cannot be co
 usage.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

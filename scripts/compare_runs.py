@@ -15,8 +15,6 @@ compared, or a strategy did not complete (unless it was skipped); 2 for wrong us
 file without a run; with --status, 3 if the run did not complete.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -12,8 +12,6 @@ and no GPU is needed. To train from a Hugging Face folder without optimizer stat
 needed: pass it to real_model_example.py as --model DIR.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -15,8 +15,6 @@ Each file contains the command that generated it. An existing file is replaced o
 and how often it should save.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -7,8 +7,6 @@ They come from the tables of the code: flags, tolerances of the comparison, and 
 test fails if a section is not what this program writes.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

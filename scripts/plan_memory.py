@@ -17,8 +17,6 @@ docs/PLAN.md explains the estimate and compares it with measurements. Exit codes
 fits, or if --measure fails; 2 for wrong usage.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

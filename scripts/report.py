@@ -9,8 +9,6 @@ server. Secrets are replaced by ***. Exit codes: 0; 2 for wrong usage, a folder 
 page that cannot be written.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@ The flags are those of real_model_example.py, and so are the files that are writ
 and metrics.jsonl. The model computes its loss and its activation as transformers does.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

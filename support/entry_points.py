@@ -4,8 +4,6 @@ The imports are relative, because the installed package is `distributed_training
 import `support`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial

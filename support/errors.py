@@ -3,8 +3,6 @@
 Every exception becomes a `UserError` (see `explain`), whose text is one line without secrets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ A patch names the version in which the behavior was seen, why it is changed, and
 tests/unit/test_patches.py looks up the names that are replaced in the installed libraries.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import shlex

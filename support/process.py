@@ -3,8 +3,6 @@
 Only small modules of the standard library are imported here, so that signals are handled early.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Command lines that train nothing themselves: the scripts, and the programs that they run."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

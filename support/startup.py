@@ -3,8 +3,6 @@
 Each check fails within a second, with one line that says what to do.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -6,8 +6,6 @@ OPTIMIZERS, its constructor to create_optimizer in the script, and the reading a
 states to strategies/optimizer_shards.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 # ------------------------------------------------------------------------------------- strategies

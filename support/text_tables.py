@@ -1,7 +1,5 @@
 """Tables of text, for a terminal and for documents."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Units, numbers as people read them, and sizes that training and the memory plan share."""
 
-from __future__ import annotations
-
 import math
 
 # As nvidia-smi and DeepSpeed count.

@@ -1,7 +1,5 @@
 """Fixtures: run the script as a user does, and look at what it printed and wrote."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

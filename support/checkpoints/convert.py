@@ -6,8 +6,6 @@
 `write_checkpoint` is the other direction; `foreign` opens checkpoints of other programs for it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

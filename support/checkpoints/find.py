@@ -1,7 +1,5 @@
 """Find the checkpoint that --resume selects, and check that it belongs to the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support import console

@@ -5,8 +5,6 @@ read by its ds_to_universal, and FSDP's by torch's dcp_to_torch_save: they conta
 loading one executes the code in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

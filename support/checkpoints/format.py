@@ -3,8 +3,6 @@
 The manifest has a digest of itself and of each file that it lists.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load the tensors of a checkpoint: any range of elements of a parameter, from any pieces."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -6,8 +6,6 @@ elements of which parameter it holds, but nothing about strategies or ranks, so 
 any number of ranks can load it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Recognize checkpoints of Hugging Face's Trainer by their names, without importing torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -4,8 +4,6 @@ A piece is a range of consecutive elements of a flattened parameter. A file cont
 fp32 as `<parameter>@<index of the first element>/<kind>`; the kinds are format.KINDS.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ soft   should match: what the model is trained and evaluated on; see --resume_fo
 told   informational: a difference is only reported
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

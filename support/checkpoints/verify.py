@@ -4,8 +4,6 @@ A manifest whose digest matches is used without further checks, except that the 
 not leave the checkpoint's folder.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sizes of DeepSpeed's buckets, which its configuration and the memory estimate share."""
 
-from __future__ import annotations
-
 
 def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[str, int]:
     """Choose the sizes of DeepSpeed's buckets for a model.

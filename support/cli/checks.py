@@ -1,7 +1,5 @@
 """Checks of the flags, and of the files and folders that they name, before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

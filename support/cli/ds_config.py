@@ -1,7 +1,5 @@
 """DeepSpeed's configuration (--ds_config): read it, merge it with the flags, complete it."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib.util

@@ -3,8 +3,6 @@
 Nothing heavy is imported here, so that --help and argument errors appear at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

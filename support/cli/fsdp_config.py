@@ -1,7 +1,5 @@
 """FSDP's options (--fsdp_config): from the JSON of accelerate to PyTorch's FSDP2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.cli.arguments import Arguments, FsdpOptions

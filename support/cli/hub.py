@@ -1,7 +1,5 @@
 """The probe of the Hugging Face hub before its libraries are imported, and what its caches have."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """From the command line to the arguments: defaults, overridden by the run file, by the flags."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -4,8 +4,6 @@ The keys are the names of the flags, also those that other trainers use. The sec
 and `distributed:` only group keys.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flags of Hugging Face's Trainer and of accelerate that set others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.cli.arguments import Arguments

@@ -4,8 +4,6 @@ DDP's reducer calls these operators from C++, FSDP and DeepSpeed call them from 
 includes the collectives of all of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """DistContext: this process among the ranks, its device, and collectives of Python objects."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The first error is written to results.json and printed by the rank that fails, a
 With --auto_micro_batch all ranks may start again instead (restart.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a hang report says about the ranks, from the states that they have published."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable
 

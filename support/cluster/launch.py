@@ -3,8 +3,6 @@
 Imports nothing heavy, so that wrong arguments are reported within a fraction of a second.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ The ranks meet in a key-value store (torch's TCPStore, hosted by rank 0 or by to
 not in a collective, which hangs when one rank has exited.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

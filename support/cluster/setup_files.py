@@ -3,8 +3,6 @@
 Each file contains the command that wrote it: scripts as a comment, JSON files as a key.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

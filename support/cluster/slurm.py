@@ -4,8 +4,6 @@
 `scripts/distributed_setup.py` fills it in with a user's choices.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -11,8 +11,6 @@ waiting rank adds report.txt: the ranks that it waits for, and a table of all ra
 rank makes all ranks write their stacks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

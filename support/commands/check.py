@@ -4,8 +4,6 @@ Each result is one line: ok, a warning, or a problem that prevents the chosen st
 with a remedy.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import resource

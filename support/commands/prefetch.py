@@ -1,7 +1,5 @@
 """--prefetch: downloads all that a run reads from the network, in one process without a GPU."""
 
-from __future__ import annotations
-
 import sys
 from typing import NoReturn
 

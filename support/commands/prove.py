@@ -6,8 +6,6 @@ strategy: Adam's first moment is (1 - beta1) times the gradient (Kingma and Ba, 
 algorithm 1), and the weights show the update.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """--show_sample: prints the first training sequence as tokens, and marks those that are trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The micro-batches of a run in one order, the same for any number of ranks and any strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

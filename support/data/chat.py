@@ -3,8 +3,6 @@
 The loss counts the valid ones: those of the assistant's messages, or the completion.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

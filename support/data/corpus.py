@@ -1,7 +1,5 @@
 """The training and validation sequences of one tokenized corpus."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Conversations and pairs of a corpus as token ids, or why one cannot be used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

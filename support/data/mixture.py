@@ -1,7 +1,5 @@
 """Several datasets in one epoch, in the shares of their weights."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

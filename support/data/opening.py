@@ -1,7 +1,5 @@
 """From --dataset to the training and validation sequences of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support import console

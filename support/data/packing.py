@@ -1,7 +1,5 @@
 """--packing: distribute examples over few sequences."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

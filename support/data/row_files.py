@@ -1,7 +1,5 @@
 """The rows of files: text, JSON lines, JSON, CSV and Parquet."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

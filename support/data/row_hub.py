@@ -1,7 +1,5 @@
 """The rows of datasets on the Hugging Face hub, read with the `datasets` library."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

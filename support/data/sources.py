@@ -1,7 +1,5 @@
 """Where the rows of a corpus come from: Python's reference, files, or the hub."""
 
-from __future__ import annotations
-
 import hashlib
 
 from support.cli.arguments import Arguments

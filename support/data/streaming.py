@@ -10,8 +10,6 @@ A thread reads some steps ahead. Each step carries the state of the stream after
 checkpoints and messages exclude rows that were only read ahead.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

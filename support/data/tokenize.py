@@ -12,8 +12,6 @@ a whole. Each piece is tokenized after the character that precedes it, because a
 treat the beginning of a text differently (Llama 2 inserts a space there).
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

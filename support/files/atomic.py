@@ -4,8 +4,6 @@ A file is therefore complete at any moment. If a process is killed, its temporar
 later run removes them once it has the lock of the output folder, or of the TemporaryFolder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

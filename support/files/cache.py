@@ -4,8 +4,6 @@ A prepared folder is written once and verified at every use: its `meta.json` has
 of its files, and the facts that the writer stores about them.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

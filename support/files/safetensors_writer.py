@@ -1,7 +1,5 @@
 """Safetensors files of a model's weights, written in shards of limited size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 A file that cannot be used results in a message of one line that names the file.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ Korthikanti et al., "Reducing Activation Recomputation", arXiv 2205.05198, secti
 numbers are for other kernels). Dropout is not counted. All results are in bytes of one rank.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from support.memory.workload import Workload

@@ -1,7 +1,5 @@
 """Live and peak bytes of a step on a CPU, from the allocations that PyTorch's profiler records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

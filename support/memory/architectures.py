@@ -3,8 +3,6 @@
 Needs neither PyTorch nor weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple

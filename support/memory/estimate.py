@@ -8,8 +8,6 @@ Sources. Model states: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 3, 
 PyTorch and DeepSpeed 0.19 use. Buffers: DeepSpeed's runtime/zero/stage_1_and_2.py and stage3.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

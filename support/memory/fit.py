@@ -3,8 +3,6 @@
 Also the memory estimate of a run in progress, and advice for a run that ran out of memory.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from bisect import bisect_left

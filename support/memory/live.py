@@ -4,8 +4,6 @@ Tensors that Python can access are counted. Tensors that autograd saves for back
 that are freed within a step, are not accessible; see `StepMemory` in measure.py.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ Tensors that autograd saves for backward, and tensors that are freed within a st
 counted like those in live.py. They are derived from the allocator's statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory and disks as the operating system and the GPU's driver count them, in bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import resource

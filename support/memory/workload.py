@@ -1,7 +1,5 @@
 """The workload of a run: what its memory depends on, of model, batches, ranks and adapters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from support.errors import UserError

@@ -1,7 +1,5 @@
 """The model card of an exported model, its README.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData

@@ -1,7 +1,5 @@
 """Download of a model from the Hugging Face hub."""
 
-from __future__ import annotations
-
 from support.cli.arguments import Arguments
 from support.cli.hub import LOGIN_COMMAND
 from support.errors import UserError, first_line

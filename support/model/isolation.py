@@ -4,8 +4,6 @@ The positions restart at 0 where a document begins. transformers (from 4.53.3) t
 mask that all layers share: for SDPA a dense tensor, [batch, 1, length, length].
 """
 
-from __future__ import annotations
-
 import torch
 import transformers
 from packaging.version import Version

@@ -6,8 +6,6 @@ targets: its output layer computes logits, loss and gradient of a few hundred to
 it is compiled, it computes all logits at once if they fit: the compiler fuses what follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Push the exported model to the Hugging Face hub (--push_to_hub)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

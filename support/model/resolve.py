@@ -4,8 +4,6 @@ Every kind of --model results in a local folder, which each strategy loads in it
 that share random weights find them there; one process alone draws them when it loads the model.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Weights of a model: read from a folder, drawn from the seed, saved for the other ranks."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What else differs between two runs, and what each difference can change."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from support.files.user_files import shown

@@ -1,7 +1,5 @@
 """The report on a comparison: tables of numbers and a few sentences; text, Markdown, JSON."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator
 from datetime import datetime, timezone

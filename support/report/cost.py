@@ -4,8 +4,6 @@ hours = tokens / (tokens per second of a GPU × GPUs). The rate is measured by a
 (peak FLOP/s of a device × MFU); the time of communication can be added. Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

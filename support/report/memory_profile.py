@@ -1,7 +1,5 @@
 """The lines that --profile_memory prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from support.text_tables import text_table

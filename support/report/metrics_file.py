@@ -1,7 +1,5 @@
 """metrics.jsonl, one JSON object for each optimizer step and evaluation, and its curve loss.png."""
 
-from __future__ import annotations
-
 import json
 import logging
 from functools import partial

@@ -3,8 +3,6 @@
 Texts of files are escaped and without secrets, and the page allows no script and no request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

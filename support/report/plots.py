@@ -1,7 +1,5 @@
 """The figure of a comparison, and the charts of a page: each function draws on given axes."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable

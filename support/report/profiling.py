@@ -1,7 +1,5 @@
 """Recordings for other tools: a trace of a few steps, and PyTorch's snapshot of GPU memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

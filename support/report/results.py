@@ -1,7 +1,5 @@
 """The output folder of a run, the content of results.json, and the lines that show it."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shlex

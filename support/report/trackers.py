@@ -1,7 +1,5 @@
 """--report_to: the numbers of metrics.jsonl in TensorBoard and in Weights & Biases."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Callable

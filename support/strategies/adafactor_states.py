@@ -1,7 +1,5 @@
 """Adafactor's states in a checkpoint: rows and columns of whole parameters, equal on all ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from support.strategies.optimizer_shards import ShardedState

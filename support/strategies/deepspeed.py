@@ -1,7 +1,5 @@
 """Set up DeepSpeed: its configuration for the model and machine, and its messages."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """FSDP: which layers it shards one by one, and how the weights reach the shards."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import nn
 

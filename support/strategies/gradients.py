@@ -1,7 +1,5 @@
 """Gradients between backward and the update: norm, check for non-finite values, loss scaling."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Adam's moments in the 8 bits of bitsandbytes, converted to fp32 and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

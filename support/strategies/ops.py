@@ -6,8 +6,6 @@ killed leaves neither a lock of torch, for which every later process would wait,
 library. The ranks only load the libraries.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -12,8 +12,6 @@ back (moments_8bit). Adafactor's states are rows and columns of whole parameters
 on every rank (adafactor_states). SGD without momentum has no states.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

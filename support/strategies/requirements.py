@@ -1,7 +1,5 @@
 """Checks of what a strategy needs of the machine: a compiler, locked memory, NVMe."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """The layouts of DeepSpeed's masters, see `optimizer_shards`: stages 1 and 2, and stage 3."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

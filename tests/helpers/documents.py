@@ -4,8 +4,6 @@ tests/unit/test_documents.py checks them, and tests/runs/test_documents_run.py r
 CONTRIBUTING.md describes the markers of the blocks, and of numbers that are constants of the code.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fnmatch

@@ -5,8 +5,6 @@ are those that the clients of the hub expect. A repository has one revision, "ma
 the token TOKEN may create model repositories and commit to them.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ Needs root. Nothing outside a temporary folder is written, and `stop` ends every
 began.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

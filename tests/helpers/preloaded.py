@@ -17,8 +17,6 @@ The child's parent, its /proc/PID, resource limits and namespaces are those of t
 that concern these, launchers, SIGSTOP, or the start itself use the real interpreter.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Imports the heavy libraries and forks a child for every start; see preloaded.py."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import ctypes

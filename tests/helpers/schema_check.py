@@ -4,8 +4,6 @@ A row is `key`, "type, unit", meaning. A type is int, number, text, bool, any, o
 "map to …", or "TYPE or null". "Keys: `a` (…), `b`." in a meaning names the keys of an object.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

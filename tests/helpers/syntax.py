@@ -1,7 +1,5 @@
 """The syntax trees of the project's files, each parsed once for all tests."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

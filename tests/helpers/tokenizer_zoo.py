@@ -1,7 +1,5 @@
 """Small tokenizers of the kinds that language models use, trained in a moment."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache

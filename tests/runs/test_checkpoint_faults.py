@@ -1,7 +1,5 @@
 """Faults of checkpoints on disk: nothing is lost, nothing is executed, no path leaves the folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Long documents are tokenized in pieces, and the ids are those of the whole document."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
