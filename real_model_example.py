@@ -62,7 +62,7 @@ from support.model import resolve as models
 from support.model.loss import computes_loss
 from support.report.run import Run
 from support.strategies import deepspeed as zero
-from support.strategies import fsdp, gradients
+from support.strategies import gradients
 from support.tables import STRATEGIES
 from support.train_state import TrainingObjects, TrainState
 
@@ -439,7 +439,7 @@ def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.compile:  # blocks that are alike share one graph; the output layer computes the loss
-        for layer in (*fsdp.transformer_blocks(model), model.get_output_embeddings()):
+        for layer in (*models.transformer_blocks(model), model.get_output_embeddings()):
             layer.compile()
     dist.barrier()  # all ranks have read the weights
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
@@ -520,6 +520,8 @@ def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -
     The model is created on the meta device (shapes only); rank 0 then broadcasts its weights.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    from support.strategies import fsdp
 
     full_model = spec.load(ctx) if ctx.is_main else None
     sharded = spec.on_meta_device()

@@ -222,6 +222,18 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     return spec
 
 
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = list(
+            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
+        )
+    return blocks
+
+
 def copy_to_device(model: nn.Module, device: torch.device) -> None:
     """Move a model to a device; on a CPU, copy the weights that are trained from their mapped file.
 

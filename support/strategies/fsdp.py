@@ -5,6 +5,7 @@ from torch import nn
 
 from support import console
 from support.cluster.context import DistContext
+from support.model.resolve import transformer_blocks
 
 
 def blocks_to_shard(model: nn.Module, options) -> list[nn.Module]:
@@ -21,18 +22,6 @@ def blocks_to_shard(model: nn.Module, options) -> list[nn.Module]:
         )
         return blocks
     return named or transformer_blocks(model)
-
-
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = list(
-            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
-        )
-    return blocks
 
 
 def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
