@@ -438,8 +438,11 @@ def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.
         model = spec.load(ctx)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.compile:  # blocks that are alike share one graph; the output layer computes the loss
-        for layer in (*models.transformer_blocks(model), model.get_output_embeddings()):
+    if args.compile:
+        layers = models.transformer_blocks(model)  # those that are alike share one graph
+        if computes_loss(model):
+            layers.append(model.get_output_embeddings())
+        for layer in layers:
             layer.compile()
     dist.barrier()  # all ranks have read the weights
     if not args.merge_lora:  # --merge_lora reads the weights again at the end

@@ -67,7 +67,7 @@ FLAGS = (
 SWITCHES = {
     "--no_fused_gelu": "compute GPT-2's activation as transformers does",
     "--load_in_4bit": "frozen weights in 4 bits; needs --lora_r",
-    "--compile": "compile the model: all logits are computed at once, on a GPU up to 2^31",
+    "--compile": "compile blocks and loss: all logits are computed at once, on a GPU up to 2^31",
     "--gradient_checkpointing": "recompute activations in backward",
     "--isolate_documents": "as for --isolate_documents or --packing",
     "--explain": "print each term of the estimate, by phase of a step",

@@ -35,15 +35,15 @@ IGNORED = -100  # label of tokens without a loss: the default ignore_index of cr
 # the output layer. A GPU gets larger chunks, because its kernels are fast only on large matrices.
 LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26}
 MOST_CHUNKS = {"cuda": 8}  # a large batch leaves room for larger chunks: its activations need more
-# Up to this number, a compiled model computes all logits at once. On a GPU it is what Inductor's
-# kernels index in 32 bits, 4 GiB in 16 bits; not measured there.
+# Up to this number, a compiled output layer computes all logits at once. On a GPU it is what
+# Inductor's kernels index in 32 bits, 4 GiB in 16 bits; not measured there.
 COMPILED_LOGITS = {"cpu": 2**29, "cuda": 2**31 - 1}
 NORM_CHUNK = 2**16  # elements of a gradient whose squares are summed in fp32 for the norm
 PHASES = ("data", "forward", "backward", "update")  # of an optimizer step
 
 
 def fits_in_graph(tokens: int, vocabulary: int, device: str) -> bool:
-    """Return whether a compiled model computes the logits of a micro-batch at once on a device."""
+    """Return whether a compiled output layer computes all logits of a micro-batch at once."""
     return tokens * vocabulary <= COMPILED_LOGITS[device]
 
 

@@ -108,8 +108,13 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     torch.use_deterministic_algorithms(args.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if args.compile:
-        # DDP would split the graph of a block, to reduce gradients before its backward has ended.
+        # Under DDP the graph of a block would be split, to reduce its gradients earlier.
         torch._dynamo.config.optimize_ddp = False
+        strategy = STRATEGIES[args.strategy]
+        # Blocks that differ in a number, or compute with and without gradients, need a graph each.
+        # zero3 keeps the default of 8: DeepSpeed's hooks differ for each layer.
+        if not (strategy.uses_deepspeed and strategy.shards_parameters):
+            torch._dynamo.config.cache_size_limit = 128  # recompile_limit since torch 2.6
     if args.compile and ctx.device.type == "cpu":
         from torch._inductor import config
 

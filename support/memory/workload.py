@@ -144,7 +144,7 @@ class Workload:
 
     @property
     def loss_in_graph(self) -> bool:
-        """Whether all logits are computed at once, in the graph that torch.compile makes."""
+        """Whether all logits are computed at once, in the graph of the compiled output layer."""
         return self.compiled and fits_in_graph(self.tokens, self.model.vocabulary, self.device)
 
     @property

@@ -42,7 +42,7 @@ def generate(
         ends |= {*more} if isinstance(more, list) else {more}
     generator, cache = torch.Generator().manual_seed(seed), None
     for _ in range(min(NEW_TOKENS, positions - ids.shape[1])):
-        # The compiled graph is for sequences of one length.
+        # The compiled graphs are for sequences of one length.
         with torch.compiler.set_stance("force_eager"), casting:
             out = model(
                 input_ids=ids if cache is None else ids[:, -1:],

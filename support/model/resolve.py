@@ -223,15 +223,22 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList."""
+    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList.
+
+    The model may be sharded: FSDP2 replaces a module's class by a subclass with another name, and
+    a parameter that ZeRO-3 has partitioned is empty and has its size in ds_numel.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = list(
-            max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=[])
-        )
-    return blocks
+
+    def is_block(module: nn.Module) -> bool:
+        return any(cls.__name__ in names for cls in type(module).__mro__)
+
+    def size(layers: nn.ModuleList) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for p in layers.parameters())
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = [module for module in model.modules() if is_block(module)]
+    return blocks or list(max(lists, key=size, default=[]))
 
 
 def copy_to_device(model: nn.Module, device: torch.device) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from conftest import FAULT, STRATEGIES, assert_close, slow, soak
 from one_rank import one_rank
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from real_model_example import learning_rate
 from support.cli.parse import parse_arguments
-from support.model.resolve import find_model
+from support.model.resolve import find_model, transformer_blocks
 
 WORK = "--seq_length 64 --num_samples 12 --batch_size 2 --precision fp32 --dropout 0".split()
 WORK.append("--no_eval")
@@ -59,6 +60,30 @@ def test_compile_compiles_and_changes_no_loss(script, tmp_path, strategy):
     compiled = script(*work, "--compile", env=env, **TWO, timeout=600)
     assert list(tmp_path.rglob("*.cpp"))  # the generated code
     assert_close(compiled.losses, script(*work, **TWO).losses, 1e-4)
+
+
+@pytest.mark.slow
+def test_compile_compiles_many_blocks_that_differ(script, small_gpt2, tmp_path):
+    folder = shutil.copytree(small_gpt2, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"n_layer": 10, "scale_attn_by_inverse_layer_idx": True}  # by default 8 may differ
+    (folder / "config.json").write_text(json.dumps(config))
+    work = [*WORK, "--model", folder, "--from_scratch", "--dataset", "pydocs"]
+    work += ["--lora_r", "4", "--gradient_checkpointing"]
+    compiled, eager = script(*work, "--compile", timeout=600), script(*work)
+    assert "recompile_limit" not in compiled.out + compiled.err
+    assert_close(compiled.losses, eager.losses, 1e-4)
+
+
+def test_blocks_are_found_in_sharded_models(small_gpt2):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small_gpt2))
+    model._no_split_modules = [
+        "GPT2MLP"
+    ]  # not the layers of the longest list, which is the default
+    layers = [block.mlp for block in model.transformer.h]
+    for layer in layers:  # as fully_shard does
+        layer.__class__ = type("FSDPGPT2MLP", (type(layer),), {})
+    assert transformer_blocks(model) == layers
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.5])
