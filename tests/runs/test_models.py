@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import FAULT, STRATEGIES, assert_close, slow, soak
 from one_rank import one_rank
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from real_model_example import learning_rate
 from support.cli.parse import parse_arguments
@@ -65,9 +65,8 @@ def test_compile_compiles_and_changes_no_loss(script, tmp_path, strategy):
 @pytest.mark.slow
 def test_compile_compiles_many_blocks_that_differ(script, small_gpt2, tmp_path):
     folder = shutil.copytree(small_gpt2, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"n_layer": 10, "scale_attn_by_inverse_layer_idx": True}  # by default 8 may differ
-    (folder / "config.json").write_text(json.dumps(config))
+    differ = {"n_layer": 10, "scale_attn_by_inverse_layer_idx": True}  # by default 8 may differ
+    GPT2Config.from_pretrained(folder, **differ).save_pretrained(folder)
     work = [*WORK, "--model", folder, "--from_scratch", "--dataset", "pydocs"]
     work += ["--lora_r", "4", "--gradient_checkpointing"]
     compiled, eager = script(*work, "--compile", timeout=600), script(*work)
