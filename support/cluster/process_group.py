@@ -108,18 +108,26 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     torch.use_deterministic_algorithms(args.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if args.compile:
-        # Under DDP the graph of a block would be split, to reduce its gradients earlier.
-        torch._dynamo.config.optimize_ddp = False
-        strategy = STRATEGIES[args.strategy]
-        # Blocks that differ in a number, or compute with and without gradients, need a graph each.
-        # zero3 keeps the default of 8: DeepSpeed's hooks differ for each layer.
-        if not (strategy.uses_deepspeed and strategy.shards_parameters):
-            torch._dynamo.config.cache_size_limit = 128  # recompile_limit since torch 2.6
-    if args.compile and ctx.device.type == "cpu":
-        from torch._inductor import config
+        configure_compiler(args, ctx)
 
-        config.fallback_random = True  # dropout drops the same elements as without --compile
-        config.disable_padding_cpu = False  # align the rows of its tensors, as ALIGNMENT in loss.py
+
+def configure_compiler(args: Arguments, ctx: DistContext) -> None:
+    """Set what torch.compile does with the graphs of the blocks and of the output layer."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    # Under DDP the graph of a block would be split, to reduce its gradients earlier.
+    dynamo.optimize_ddp = False
+    strategy = STRATEGIES[args.strategy]
+    # Blocks that differ in a number, or compute with and without gradients, need a graph each.
+    # zero3 keeps the default of 8: DeepSpeed's hooks differ for each layer.
+    if not (strategy.uses_deepspeed and strategy.shards_parameters):
+        dynamo.cache_size_limit = 128  # recompile_limit since torch 2.6
+    if ctx.device.type == "cpu":
+        inductor.fallback_random = True  # dropout drops the same elements as without --compile
+        inductor.disable_padding_cpu = (
+            False  # align the rows of its tensors, as ALIGNMENT in loss.py
+        )
 
 
 def replace_all_reduce(model: torch.nn.Module) -> None:

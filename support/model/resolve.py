@@ -6,6 +6,7 @@ that share random weights find them there; one process alone draws them when it 
 
 import copy
 import hashlib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from support.files.cache import Cache, cache_folder
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY, STRATEGIES
+from support.train_state import full_shape
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -226,7 +228,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers of `_no_split_modules`, or else those of the largest ModuleList.
 
     The model may be sharded: FSDP2 replaces a module's class by a subclass with another name, and
-    a parameter that ZeRO-3 has partitioned is empty and has its size in ds_numel.
+    ZeRO-3 empties parameters.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
 
@@ -234,7 +236,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         return any(cls.__name__ in names for cls in type(module).__mro__)
 
     def size(layers: nn.ModuleList) -> int:
-        return sum(getattr(p, "ds_numel", p.numel()) for p in layers.parameters())
+        return sum(math.prod(full_shape(parameter)) for parameter in layers.parameters())
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = [module for module in model.modules() if is_block(module)]

@@ -76,9 +76,7 @@ def test_compile_compiles_many_blocks_that_differ(script, small_gpt2, tmp_path):
 
 def test_blocks_are_found_in_sharded_models(small_gpt2):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small_gpt2))
-    model._no_split_modules = [
-        "GPT2MLP"
-    ]  # not the layers of the longest list, which is the default
+    model._no_split_modules = ["GPT2MLP"]  # in no ModuleList
     layers = [block.mlp for block in model.transformer.h]
     for layer in layers:  # as fully_shard does
         layer.__class__ = type("FSDPGPT2MLP", (type(layer),), {})
