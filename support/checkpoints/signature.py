@@ -61,6 +61,7 @@ def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model)
     }
     informational = {name: getattr(args, name) for name in INFORMATIONAL_FLAGS}
     informational |= {"ranks": ctx.world_size, "precision": ctx.precision}
+    informational["fsdp_reduce_dtype"] = "bf16" if args.fsdp.reduce_in_bf16 else None
     return {"hard": must_match, "soft": should_match, "told": informational}
 
 
