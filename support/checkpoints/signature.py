@@ -60,8 +60,11 @@ def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model)
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
     informational = {name: getattr(args, name) for name in INFORMATIONAL_FLAGS}
-    informational |= {"ranks": ctx.world_size, "precision": ctx.precision}
-    informational["fsdp_reduce_dtype"] = "bf16" if args.fsdp.reduce_in_bf16 else None
+    informational |= {
+        "ranks": ctx.world_size,
+        "precision": ctx.precision,
+        "fsdp_reduce_dtype": "bf16" if args.fsdp.reduce_in_bf16 else None,
+    }
     return {"hard": must_match, "soft": should_match, "told": informational}
 
 

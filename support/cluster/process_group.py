@@ -118,16 +118,13 @@ def configure_compiler(args: Arguments, ctx: DistContext) -> None:
 
     # Under DDP the graph of a block would be split, to reduce its gradients earlier.
     dynamo.optimize_ddp = False
-    strategy = STRATEGIES[args.strategy]
     # Blocks that differ in a number, or compute with and without gradients, need a graph each.
-    # zero3 keeps the default of 8: DeepSpeed's hooks differ for each layer.
-    if not (strategy.uses_deepspeed and strategy.shards_parameters):
+    # ZeRO-3 keeps the default of 8: DeepSpeed's hooks differ for each layer.
+    if STRATEGIES[args.strategy].stage != 3:
         dynamo.cache_size_limit = 128  # recompile_limit since torch 2.6
     if ctx.device.type == "cpu":
         inductor.fallback_random = True  # dropout drops the same elements as without --compile
-        inductor.disable_padding_cpu = (
-            False  # align the rows of its tensors, as ALIGNMENT in loss.py
-        )
+        inductor.disable_padding_cpu = False  # aligned rows, as with ALIGNMENT in loss.py
 
 
 def replace_all_reduce(model: torch.nn.Module) -> None:

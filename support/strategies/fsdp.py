@@ -13,15 +13,16 @@ def blocks_to_shard(model: nn.Module, options) -> list[nn.Module]:
     if not options.wrap_layers:
         return []
     named = [module for module in model.modules() if type(module).__name__ in options.layers]
-    if options.layers and not named:
-        blocks = transformer_blocks(model)
+    if named:
+        return named
+    blocks = transformer_blocks(model)
+    if options.layers:
         kind = type(blocks[0]).__name__ if blocks else "none"
         console.warn(
             f"This model has no layer of class {', '.join(options.layers)}: "
             f"sharding its own blocks ({kind})."
         )
-        return blocks
-    return named or transformer_blocks(model)
+    return blocks
 
 
 def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
