@@ -13,17 +13,3 @@ def nodes_of(file: Path) -> tuple[ast.AST, ...]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
     return tuple(ast.walk(tree))
-
-
-def imported_at_once(file: Path) -> set[str]:
-    """The modules that importing a file imports, outside functions and `if TYPE_CHECKING:`."""
-    nodes, names = list(ast.iter_child_nodes(nodes_of(file)[0])), set()
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif not isinstance(node, ast.FunctionDef):
-            nodes += ast.iter_child_nodes(node)
-    return names
