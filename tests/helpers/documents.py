@@ -110,8 +110,32 @@ def read(name: str, text: str | None = None) -> Page:
             fence, language, start = found[1], found[2], number
         elif not fence:
             prose[number] = COMMENT.sub("", line)
+            if line == "<!-- runnable -->" and lines[number : number + 1][0].startswith("|"):
+                blocks += _blocks_of_table(lines, number)
     assert not fence, f"{name}:{start}: the block does not end"
     return Page(name, lines, blocks, prose)
+
+
+def _blocks_of_table(lines: list[str], header: int) -> list[Block]:
+    """Return the commands of a marked table, the first code of each row, as two blocks.
+
+    The second block has the commands of rows with the comment `needs-hub` or `needs-cluster`.
+
+    Args:
+        lines: of the page.
+        header: index of the table's first line.
+    """
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[header + 1 :]))
+    found = [(INLINE.search(row), "<!-- needs-" in row) for row in rows]
+    return [
+        Block(
+            header + 1,
+            marker,
+            "bash",
+            tuple(code[2] if code and elsewhere == needed else "" for code, elsewhere in found),
+        )
+        for marker, needed in (("runnable", False), ("needs-hub", True))
+    ]
 
 
 def joined(lines: tuple[str, ...]) -> Iterator[tuple[int, str]]:
