@@ -85,9 +85,25 @@ def catch_signals(numbers: Iterable[int] = ()) -> None:
     sys.excepthook = _report_missing_package
 
 
+def rank_variable() -> str:
+    """Return the rank of this process as its launcher wrote it; "0" without a launcher."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+
+
+def reports_first() -> bool:
+    """Return whether this process reports an error of the start without waiting for another one.
+
+    Rank 0 does, because all ranks usually have the same error; and so does a process whose rank is
+    invalid, because that error is its own.
+    """
+    rank, ranks = rank_variable(), os.environ.get("WORLD_SIZE") or ""
+    is_valid = rank.isdecimal() and not (ranks.isdecimal() and int(ranks) <= int(rank))
+    return rank == "0" or not is_valid
+
+
 def _end_before_start(number: int, _frame) -> NoReturn:
     """Exit at once: no file has been written yet. Only rank 0 prints: all ranks get a signal."""
-    if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
+    if reports_first():
         name = signal.Signals(number).name
         line = f"❌ Stopped by {name} during the start; nothing was written.\n"
         # os.write and not print: a handler may interrupt a write to the same buffer.

@@ -3,6 +3,7 @@
 Imports nothing heavy, so that wrong arguments are reported within a fraction of a second.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -20,6 +21,13 @@ from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain, print_t
 # A variable that only this launcher sets.
 LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 START_SKEW_SECONDS = 10  # time between the starts of the ranks on busy machines
+MOST_RANKS = 100_000
+PORTS = 1, 65535
+SLURM_IDS = 0, 2**32 - 1  # of jobs and steps
+REMEDY = (
+    "Correct it, or unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and start "
+    "with python, torchrun or srun."
+)
 
 
 @dataclass(frozen=True)
@@ -59,23 +67,15 @@ def detect_launch() -> Launch:
     env = os.environ
     # The shell of a batch script also has SLURM_PROCID, but is no job step.
     in_step = "SLURM_PROCID" in env and ("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env)
-    try:
-        if "RANK" in env and "WORLD_SIZE" in env:
-            launch = _from_rank_variables(env, _tasks(env) if in_step else 1)
-        elif in_step:
-            launch = _from_slurm(env)
-        else:
-            launch = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", free_port())
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f"The launcher's environment is incomplete: {error}. "
-            "Start with python, torchrun or srun."
-        ) from error
-    if not (launch.rank < launch.world_size and launch.local_rank < launch.local_world_size):
-        raise UserError(
-            f"RANK={launch.rank} or LOCAL_RANK={launch.local_rank} does not fit "
-            f"WORLD_SIZE={launch.world_size}: unset all of them, or use torchrun."
-        )
+    if "RANK" in env and "WORLD_SIZE" in env:
+        launch = _from_rank_variables(env, _tasks(env) if in_step else 1)
+    elif in_step:
+        launch = _from_slurm(env)
+    elif "RANK" in env or "WORLD_SIZE" in env:
+        found, missing = sorted(("RANK", "WORLD_SIZE"), key=lambda name: name not in env)
+        raise UserError(f"{found} is set, and {missing} is not. {REMEDY}")
+    else:
+        launch = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", free_port())
     env.update(
         RANK=str(launch.rank),
         WORLD_SIZE=str(launch.world_size),
@@ -105,40 +105,112 @@ def simulated(launch: Launch, world_size: int) -> Launch:
 
 def _from_rank_variables(env: Mapping[str, str], tasks: int) -> Launch:
     """Read the variables of torchrun and deepspeed; `tasks` is the number of tasks of srun."""
-    rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    world = _number(env, "WORLD_SIZE", (1, MOST_RANKS))
+    rank = _number(env, "RANK", (0, world - 1), "WORLD_SIZE - 1")
     # LOCAL_SIZE, CROSS_RANK and CROSS_SIZE are set by the deepspeed launcher.
-    local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world) or 1
-    local_rank = int(env.get("LOCAL_RANK") or rank % local_world)
-    node = int(env.get("GROUP_RANK") or env.get("CROSS_RANK") or rank // local_world)
-    nodes = int(env.get("GROUP_WORLD_SIZE") or env.get("CROSS_SIZE") or world)
+    local_world = _number(env, "LOCAL_WORLD_SIZE LOCAL_SIZE", (1, world), "WORLD_SIZE", world)
+    local_ranks = 0, local_world - 1
+    local_rank = _number(env, "LOCAL_RANK", local_ranks, "ranks per node - 1", rank % local_world)
+    nodes = _number(env, "GROUP_WORLD_SIZE CROSS_SIZE", (1, world), "WORLD_SIZE", world)
+    node = _number(env, "GROUP_RANK CROSS_RANK", (0, nodes - 1), "nodes - 1", rank // local_world)
     launcher = next((name for name, mark in LAUNCHER_MARKS.items() if mark in env), "python")
     if world < tasks or (nodes < tasks and launcher != "python"):
+        hosts = len(_tasks_per_node(env, tasks))
         raise UserError(
             f"Each of the {tasks} tasks of srun starts a separate run of {world} ranks "
             f"({launcher}): use `srun python real_model_example.py …` with one task per GPU and "
-            "without RANK and WORLD_SIZE, or one torchrun per node (srun --ntasks-per-node=1 "
-            f"torchrun --nnodes={tasks} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT …)."
+            f"without RANK and WORLD_SIZE, or one torchrun per node (srun --ntasks={hosts} "
+            f"--ntasks-per-node=1 torchrun --nnodes={hosts} --nproc_per_node=GPUS "
+            "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT …)."
         )
-    address, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500))
+    address = _host(env.get("MASTER_ADDR", "127.0.0.1"))
+    port = _number(env, "MASTER_PORT", PORTS, default=29500)
     return Launch(launcher, rank, local_rank, world, local_world, node, address, port)
 
 
 def _tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks of this step; SLURM_NTASKS is that of the whole allocation."""
-    return int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
+    return _number(env, "SLURM_STEP_NUM_TASKS SLURM_NTASKS", (1, MOST_RANKS))
+
+
+def _tasks_per_node(env: Mapping[str, str], tasks: int) -> list[int]:
+    """Return the number of tasks on each node of the step; without Slurm's list, on one node."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = env.get(name) or str(tasks)  # for example "3,1" or "4(x2),1"
+    per_node: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([1-9]\d{0,5})(?:\(x([1-9]\d{0,5})\))?", part, re.ASCII)
+        if found is None:
+            needed = "numbers of tasks such as 4(x2),1 are needed"
+            raise UserError(f"{name}={_shown(text)}: {needed}. {REMEDY}")
+        per_node += [int(found[1])] * int(found[2] or 1)
+    return per_node
 
 
 def _from_slurm(env: Mapping[str, str]) -> Launch:
-    rank, world, local_rank = int(env["SLURM_PROCID"]), _tasks(env), int(env["SLURM_LOCALID"])
-    node = int(env.get("SLURM_NODEID", 0))
-    # The tasks on each node of the step, for example "3,1" or "4(x2),1".
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", str(world)))
-    per_node = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
+    world = _tasks(env)
+    per_node = _tasks_per_node(env, world)
+    rank = _number(env, "SLURM_PROCID", (0, world - 1), "number of tasks - 1")
+    node = _number(env, "SLURM_NODEID", (0, len(per_node) - 1), "number of nodes - 1", 0)
+    local_ranks = 0, per_node[node] - 1
+    local_rank = _number(env, "SLURM_LOCALID", local_ranks, "tasks of this node - 1")
     # Every rank must compute the same port. Jobs on the same node rarely get the same one.
-    number = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
-    port = int(env.get("MASTER_PORT") or 20000 + number % 20000)
-    address = env.get("MASTER_ADDR") or _first_slurm_host(env)
+    job, step = (_number(env, f"SLURM_{of}_ID", SLURM_IDS, default=0) for of in ("JOB", "STEP"))
+    port = _number(env, "MASTER_PORT", PORTS, default=20000 + (101 * job + step) % 20000)
+    address = _host(env.get("MASTER_ADDR") or _first_slurm_host(env))
     return Launch("srun", rank, local_rank, world, per_node[node], node, address, port)
+
+
+def _number(
+    env: Mapping[str, str],
+    names: str,
+    limits: tuple[int, int],
+    highest: str = "",
+    default: int | None = None,
+) -> int:
+    """Return the number in the first of some variables that is set and not empty.
+
+    Args:
+        names: names of variables, separated by spaces.
+        limits: the smallest and the largest valid number.
+        highest: what the largest number is, for the message.
+        default: the number if none is set; None: one is required.
+    Raises:
+        UserError: the variable is missing, or not a number between the limits.
+    """
+    set_ones = [name for name in names.split() if env.get(name)]
+    if not set_ones and default is not None:
+        return default
+    name, (low, high) = (set_ones or names.split())[0], limits
+    text = env.get(name, "")
+    if re.fullmatch(r"\d{1,10}", text, re.ASCII) and low <= int(text) <= high:
+        return int(text)
+    found = f"{name}={_shown(text)}" if name in env else f"{name} is not set"
+    high_text = f"{high} ({highest})" if highest else str(high)
+    raise UserError(f"{found}: a whole number from {low} to {high_text} is needed. {REMEDY}")
+
+
+def _host(text: str) -> str:
+    """Return MASTER_ADDR, or raise a UserError: a name that no resolver accepts is not retried."""
+    with contextlib.suppress(OSError):
+        if ":" in text:
+            socket.inet_pton(socket.AF_INET6, text.partition("%")[0])
+            return text
+        if re.fullmatch(r"[\d.]+", text, re.ASCII):
+            socket.inet_pton(socket.AF_INET, text)
+            return text
+        # A host name. The resolver raises an exception for a label of more than 63 characters.
+        if re.fullmatch(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?", text, re.ASCII):
+            return text
+    raise UserError(
+        f"MASTER_ADDR={_shown(text)}: the name or the IP address of one host is needed, that of "
+        f"rank 0, without a port (`scontrol show hostnames` expands a list of Slurm). {REMEDY}"
+    )
+
+
+def _shown(value: str) -> str:
+    """Return the value of a variable for a message of one line."""
+    return value if re.fullmatch(r"[\w.:-]+", value) else repr(value[:100])
 
 
 def _first_slurm_host(env: Mapping[str, str]) -> str:
@@ -172,11 +244,10 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     Usually every rank raises such an error, and the message of rank 0 is enough: the others wait
     before they print, and the launcher ends them meanwhile.
     """
-    text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     place, user_error = "", explain(error)
-    if text != "0":
+    if not process.reports_first():
         time.sleep(START_SKEW_SECONDS)
-        place = f" [rank {text} on {socket.gethostname()}]"
+        place = f" [rank {process.rank_variable()} on {socket.gethostname()}]"
     if verbose:
         print_traceback(error)
     # A launcher that ends this rank from here on must not cause a second message.
