@@ -63,7 +63,7 @@ def check(args: Arguments, ctx: DistContext) -> int:
     Returns:
         The exit code: 0 if the chosen strategy can run on every rank.
     """
-    parts = (_software, _gpu, _ops, _nvme, _disk, _limits, _memory, _hub)
+    parts = (_software, _gpu, _requirements, _nvme, _disk, _limits, _memory, _hub)
     own_lines = [line for part in parts if (line := part(args, ctx))]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
@@ -123,15 +123,15 @@ def _gpu(args: Arguments, ctx: DistContext) -> Line | None:
     return _line(free >= 0.8 * total, "GPU", text, remedy)
 
 
-def _ops(args: Arguments, ctx: DistContext) -> Line | None:
-    """Check DeepSpeed's ops, and what compiles those that are missing."""
-    strategy = configured_strategy(args)
-    if not ops.needed_ops(strategy):
-        return None
+def _requirements(args: Arguments, ctx: DistContext) -> Line | None:
+    """Check the releases that the strategy needs, DeepSpeed's ops, and what compiles them."""
     try:
         check_requirements(args)
     except UserError as error:
-        return Line(PROBLEM, "DeepSpeed ops", str(error))
+        return Line(PROBLEM, "requirements", str(error))
+    strategy = configured_strategy(args)
+    if not ops.needed_ops(strategy):
+        return None
     missing = ", ".join(ops.missing_ops(strategy))
     return Line(OK, "DeepSpeed ops", f"the first run compiles {missing}" if missing else "ready")
 

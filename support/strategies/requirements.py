@@ -1,12 +1,14 @@
-"""Checks of what a strategy needs of the machine: a compiler, locked memory, NVMe."""
+"""Checks of what a strategy needs: releases that train right, a compiler, locked memory, NVMe."""
 
 import os
 import re
 import resource
 import shutil
 import tempfile
-from importlib.metadata import version
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from packaging.version import Version
@@ -23,19 +25,111 @@ CAP_IPC_LOCK = 14  # of linux/capability.h
 NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
 
 
+class Fault(NamedTuple):
+    """What a range of DeepSpeed's releases does wrong."""
+
+    first: Version  # the first release with the fault
+    fixed: Version  # the first release without it
+    affects: Callable[[Strategy, int], bool]  # of a strategy, with so many micro-batches a step
+    only_on_cpu: bool
+    text: str  # what happens
+    source: str  # at github.com/deepspeedai/DeepSpeed
+
+    def is_in(self, release: Version) -> bool:
+        """Return whether a release has the fault, or may have it because it is a pre-release."""
+        # A cluster's 0.18.2+abc is a 0.18.2; 0.18.4rc1 may lack what was repaired in 0.18.4.
+        return Version(release.base_version) >= self.first and release < self.fixed
+
+
+# requirements/deepspeed.txt excludes the releases that train a strategy wrongly with any flags, but
+# a cluster may have one of them. What each strategy does under them was measured on two CPU ranks
+# with four micro-batches a step, except for infinity, which on a CPU needs a newer release.
+FAULTS = (
+    # Stage 3 and offload sum the gradients in other code.
+    Fault(
+        Version("0.17.6"),
+        Version("0.18.3"),
+        lambda strategy, accumulation: strategy.stage == 2 and not strategy.offloads,
+        False,
+        "keeps only the gradients of the last micro-batch of a step",
+        "issue 7718",
+    ),
+    # The sum is kept only after the first micro-batch, so one or two of them are added right.
+    Fault(
+        Version("0.17.0"),
+        Version("0.19.0"),
+        lambda strategy, accumulation: (
+            strategy.stage in (1, 2) and strategy.offloads and accumulation > 2
+        ),
+        False,
+        "adds up only the first and the last micro-batch of a step",
+        "pull request 7967",
+    ),
+    # backward() ignores scale_wrt_gas. AdamW hides the wrong scale, but clipping and SGD do not.
+    Fault(
+        Version("0.18.3"),
+        Version("0.18.4"),
+        lambda strategy, accumulation: strategy.uses_deepspeed,
+        False,
+        "divides the gradients by --gradient_accumulation_steps once more",
+        "pull request 7724",
+    ),
+    # gloo copies into the weights, which here are views of a tensor with a gradient.
+    Fault(
+        Version("0.18.7"),
+        Version("0.19.0"),
+        lambda strategy, accumulation: strategy.stage in (1, 2),
+        True,
+        "fails on a CPU in the first update",
+        "pull request 7948",
+    ),
+)
+
+
 def check_requirements(args: Arguments) -> None:
     """Check what the strategy needs of this machine, before any data is read.
 
     Raises:
-        MissingRequirement: a newer release, a compiler or libaio is missing.
+        MissingRequirement: the installed DeepSpeed trains the strategy wrongly, or another release,
+            a compiler or libaio is missing.
     """
-    strategy = configured_strategy(args)
-    if not torch.cuda.is_available():
+    strategy, on_cpu = configured_strategy(args), not torch.cuda.is_available()
+    check_release(strategy, args.gradient_accumulation_steps, on_cpu)
+    if on_cpu:
         check_cpu_support(strategy)
     missing = ops.missing_ops(strategy)
     check_builds(missing)
     if "async_io" in missing:
         ops.check_libaio()
+
+
+def deepspeed_release() -> Version | None:
+    """Return the installed release of DeepSpeed; None if pip's records have none."""
+    try:
+        return Version(version("deepspeed"))
+    except PackageNotFoundError:
+        return None
+
+
+def check_release(strategy: Strategy, accumulation: int, on_cpu: bool) -> None:
+    """Check that the installed DeepSpeed trains the strategy right.
+
+    Args:
+        accumulation: micro-batches of a step.
+    Raises:
+        MissingRequirement: it has one of FAULTS.
+    """
+    release = deepspeed_release() if strategy.uses_deepspeed else None
+    if release is None:
+        return
+    for fault in FAULTS:
+        can_happen = fault.affects(strategy, accumulation) and (on_cpu or not fault.only_on_cpu)
+        if can_happen and fault.is_in(release):
+            raise MissingRequirement(
+                f"DeepSpeed {release} {fault.text} under this strategy (deepspeedai/DeepSpeed, "
+                f"{fault.source}): pip install --upgrade 'deepspeed>=0.19,<0.20', or use "
+                "--strategy dp or fsdp, which do not use DeepSpeed."
+            )
 
 
 def check_cpu_support(strategy: Strategy) -> None:
@@ -46,7 +140,8 @@ def check_cpu_support(strategy: Strategy) -> None:
             "--strategy fsdp on a CPU needs a newer torch: pip install --upgrade torch, or use "
             "zero3."
         )
-    if strategy.uses_nvme and Version(version("deepspeed")) < OLDEST_INFINITY_ON_CPU:
+    release = deepspeed_release() if strategy.uses_nvme else None
+    if release and release < OLDEST_INFINITY_ON_CPU:
         raise MissingRequirement(
             f"--strategy infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer: "
             "pip install --upgrade 'deepspeed<0.20', or use offload."

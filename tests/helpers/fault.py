@@ -18,6 +18,7 @@
     logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE;
     and a sample has 15 tokens
     own_means          the mean of each micro-batch of one sequence has the same weight, whatever its tokens
+    deepspeed:RELEASE  no fault: the installed DeepSpeed is this release, according to its metadata
     prove:PYTHON:FAULT --prove starts its runs with this interpreter and this fault ("none": without)
 
 FAULT_SCRIPT names another script than the project's.
@@ -104,6 +105,11 @@ def plant(kind: str, values: list[str]) -> None:
     elif kind == "unordered":
         put = lambda: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # noqa: E731
         break_steps(int(values[0]), put)
+    elif kind == "deepspeed":
+        from importlib import metadata
+
+        real = metadata.version
+        metadata.version = lambda name: values[0] if name == "deepspeed" else real(name)
     elif kind == "skip":
         import torch.distributed as dist
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SCRIPT, finish, free_port, path_without, skip_without, start
+from conftest import FAULT, SCRIPT, finish, free_port, path_without, skip_without, start
 
 
 @pytest.mark.slow
@@ -72,6 +72,17 @@ def test_compilers_first_error_is_shown(script, tmp_path):
     run = script("--strategy", "offload", "--max_steps", "1", env=env, ok=False)
     assert run.code == 2 and "error: planted" in run.error and "--check" in run.error
     assert run.results["error_kind"] == "missing_requirement"
+
+
+def test_a_release_of_deepspeed_that_trains_wrongly(script):
+    """Refused by --check and by a run, which a comparison shows as skipped."""
+    old = {"program": FAULT, "env": {"FAULT": "deepspeed:0.18.2+4f2a1bc"}, "ok": False}
+    run = script("--check", "--strategy", "zero2", **old)
+    assert run.code == 1 and re.search(r"^❌ .*0\.18\.2.*pip install", run.out, re.M)
+    run = script("--strategy", "zero2", "--max_steps", "1", **old)
+    assert run.code == 2 and "0.18.2" in run.error and "pip install" in run.error
+    assert run.results["error_kind"] == "missing_requirement"
+    assert "it can run" in script("--check", "--strategy", "zero1", **old).out
 
 
 def test_quiet(script):

@@ -6,6 +6,7 @@ import ast
 import re
 import runpy
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import PurePosixPath
 
 import pytest
@@ -169,16 +170,85 @@ def test_windows_is_refused_with_one_line(monkeypatch, capsys, program):
     assert end.value.code == 2 and not out and err.count("\n") == 1 and "WSL" in err
 
 
+def pretend(monkeypatch, deepspeed: str | None):
+    """Let the installed DeepSpeed be another release; None: none is installed."""
+
+    def installed(name):
+        if name != "deepspeed":
+            return real(name)
+        if deepspeed is None:
+            raise PackageNotFoundError(name)
+        return deepspeed
+
+    real = requirements_of_strategy.version
+    monkeypatch.setattr(requirements_of_strategy, "version", installed)
+
+
 def test_old_releases_are_refused_on_a_cpu(monkeypatch):
     """Otherwise all ranks would fail: fsdp in the first backward pass, infinity at its start."""
     check = requirements_of_strategy.check_cpu_support
     monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {"record_event": None}))
-    monkeypatch.setattr(requirements_of_strategy, "version", lambda name: "0.19.8")
+    pretend(monkeypatch, "0.19.8")
     for strategy in STRATEGIES.values():
         check(strategy)
     monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {}))
-    monkeypatch.setattr(requirements_of_strategy, "version", lambda name: "0.19.3")
+    pretend(monkeypatch, "0.19.3")
     for name, package in (("fsdp", "torch"), ("infinity", "deepspeed")):
         with pytest.raises(MissingRequirement, match=f"--upgrade '?{package}"):
             check(STRATEGIES[name])
     check(STRATEGIES["offload"])
+
+
+OF_DEEPSPEED = {name for name, strategy in STRATEGIES.items() if strategy.uses_deepspeed}
+# The strategies that a release trains wrongly on any device, and those that fail on a CPU only.
+WRONG = {
+    **dict.fromkeys(["0.17.6", "0.18.0", "0.18.1", "0.18.2"], ({"zero2"}, set())),
+    "0.18.3": (OF_DEEPSPEED, set()),
+    **dict.fromkeys(["0.18.7", "0.18.8", "0.18.9"], (set(), {"zero1", "zero2", "offload"})),
+}
+RELEASES = [
+    f"0.{minor}.{patch}"
+    for minor, patches in ((17, 7), (18, 10), (19, 9))
+    for patch in range(patches)
+]
+
+
+def refused(release: str, on_cpu: bool, monkeypatch, accumulation: int = 2) -> set[str]:
+    """The strategies that are refused under a release of DeepSpeed."""
+    pretend(monkeypatch, release)
+    found = set()
+    for name, strategy in STRATEGIES.items():
+        try:
+            requirements_of_strategy.check_release(strategy, accumulation, on_cpu)
+        except MissingRequirement as error:
+            assert str(Version(release)) in str(error) and "pip install" in str(error)
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_that_trains_wrongly_is_excluded_and_refused(release, monkeypatch):
+    """The others are neither; a cluster's build of a release is that release."""
+    bound = requirements("requirements.txt")["deepspeed"].specifier
+    assert bound.contains(release) == (release not in WRONG)
+    anywhere, on_cpu = WRONG.get(release, (set(), set()))
+    for build in (release, f"{release}+4f2a1bc", f"{release}.post1"):
+        assert refused(build, False, monkeypatch) == anywhere, build
+        assert refused(build, True, monkeypatch) == anywhere | on_cpu, build
+    # The oldest releases add only two micro-batches right under offload.
+    offload = {"offload"} if Version(release) < Version("0.19") else set()
+    assert refused(release, False, monkeypatch, accumulation=3) == anywhere | offload
+
+
+def test_a_pre_release_is_refused_with_the_release_before_it(monkeypatch):
+    assert refused("0.18.4rc1", False, monkeypatch) == OF_DEEPSPEED
+    assert refused("0.18.3.dev5+g12", False, monkeypatch) == OF_DEEPSPEED | {"zero2"}
+    assert refused("0.19.9rc1", True, monkeypatch) == set()
+
+
+def test_without_deepspeed_its_absence_is_the_error(monkeypatch):
+    """Not a message about its release."""
+    pretend(monkeypatch, None)
+    for strategy in STRATEGIES.values():
+        requirements_of_strategy.check_release(strategy, 4, True)
+        requirements_of_strategy.check_cpu_support(strategy)
