@@ -98,7 +98,7 @@ try:
     from support.report.results import hardware, versions
 except ImportError as error:
     sys.exit(f"{sys.executable}: {error}")
-gpus = torch.cuda.device_count()
+from support.cluster.gpus import usable_gpus; gpus = usable_gpus()
 print(gpus)
 print("device", hardware(torch.device("cuda" if gpus else "cpu"))["gpu" if gpus else "cpu"])
 print("cores", hardware(torch.device("cpu"))["cores"], "versions", versions())') ||

@@ -261,8 +261,8 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
         "a network, NCCL_IB_DISABLE=1 disables InfiniBand, NCCL_P2P_DISABLE=1 copies between GPUs.",
     ),
     (
-        r"CUDA driver version is insufficient|no kernel image is available|"
-        r"forward compatibility was attempted",
+        r"CUDA driver version is insufficient|driver on your system is too old|"
+        r"no kernel image is available|forward compatibility was attempted",
         MissingRequirement,
         "This GPU, its driver and this build of torch are incompatible: {said}. `nvidia-smi` shows "
         "the driver's CUDA version: install a torch for it.",

@@ -64,6 +64,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         for flag in ("prove", "prefetch"):
             if getattr(args, flag) and launch.world_size > 1:
                 raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
+        tuning.choose_hardware(args.device)
         if args.prove is not None:
             # Before the settings of this process, which the runs of --prove would inherit.
             from support.commands import prove  # imports torch

@@ -128,6 +128,7 @@ class Arguments:
         adam_epsilon: AdamW's epsilon
         weight_decay: none on biases and norms
         max_grad_norm: clip the gradient's norm; 0 = never
+        device: auto: the GPUs if there are any. cpu: train on the CPU, also if there are GPUs
         precision: auto: bf16 where the device does it well, fp16 on older GPUs, else fp32
         seed: weights, order of the data, dropout
         deterministic: only deterministic kernels (slower)
@@ -184,6 +185,7 @@ class Arguments:
     Flags of Hugging Face's Trainer and run_clm.py that set others:
         bf16: --precision bf16
         fp16: --precision fp16
+        use_cpu: --device cpu
         use_peft: train adapters, which needs --lora_r
         do_train: train, as without this flag
         do_eval: evaluate; without --do_train, do not train (--eval_only)
@@ -254,6 +256,7 @@ class Arguments:
     adam_epsilon: float = flag(1e-08, kinds.positive_float)
     weight_decay: float = flag(0.01, kinds.natural_float)
     max_grad_norm: float = flag(1.0, kinds.natural_float)
+    device: str = flag("auto", kinds.choice, choices=("auto", "cpu"))
     precision: str = flag("auto", kinds.precision, choices=("auto", "fp32", "bf16", "fp16"))
     seed: int = flag(42, kinds.whole(0, 2**63 - 1))
     deterministic: bool = False
@@ -305,6 +308,7 @@ class Arguments:
     # flags of Trainer that set others
     bf16: bool | None = None
     fp16: bool | None = None
+    use_cpu: bool | None = None
     use_peft: bool | None = None
     do_train: bool | None = None
     do_eval: bool | None = None

@@ -28,7 +28,7 @@ _NAMES = """
     ds_config=deepspeed_config overwrite=overwrite_output_dir save_every=save_steps
     keep_last=save_total_limit resume=resume_from_checkpoint
     gradient_checkpointing=activation_checkpointing hub_model_id=push_to_hub_model_id
-    local_rank=local-rank deepspeed=use_deepspeed fsdp=use_fsdp
+    local_rank=local-rank use_cpu=no_cuda deepspeed=use_deepspeed fsdp=use_fsdp
     """.split()
 RENAMED = {flag: names.split(",") for flag, names in (entry.split("=") for entry in _NAMES)}
 # Flags that have nothing to change here; one line names those that were given.
@@ -71,8 +71,8 @@ DEFAULTS: dict[str, Any] = {k: v for k, v in vars(Arguments()).items() if k in F
 
 # Flags that --print_config and results.json leave out: no settings, or they have set another flag.
 NOT_SHOWN = """
-    config print_config check prefetch show_sample prove local_rank fsdp bf16 fp16 use_peft do_train
-    do_eval eval_strategy save_strategy deepspeed
+    config print_config check prefetch show_sample prove local_rank fsdp bf16 fp16 use_cpu use_peft
+    do_train do_eval eval_strategy save_strategy deepspeed
     """.split()
 
 

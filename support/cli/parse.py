@@ -12,7 +12,7 @@ from support.files.user_files import shown
 from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
 
 # Flags of Trainer and accelerate that set others (see trainer_flags.py).
-SHORTCUTS = {"bf16", "fp16", "deepspeed", "fsdp"}
+SHORTCUTS = {"bf16", "fp16", "use_cpu", "deepspeed", "fsdp"}
 TRAINER_FLAGS = {"do_train", "do_eval", "eval_strategy", "save_strategy"}
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured

@@ -12,7 +12,7 @@ OF_TRAINING |= {"load_best_at_end": False, "auto_micro_batch": False}
 
 
 def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
-    """Set what --bf16, --fp16, --deepspeed and --fsdp set.
+    """Set what --bf16, --fp16, --use_cpu, --deepspeed and --fsdp set.
 
     Args:
         values: the flags of the command line or of the run file; changed in place.
@@ -30,6 +30,8 @@ def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
         put("precision", half, by=half)
     if halves and "precision" not in values:
         put("precision", "fp32", by=next(iter(halves)))
+    if values.pop("use_cpu", False):
+        put("device", "cpu", by="use_cpu")
     deepspeed = values.pop("deepspeed", None)
     if isinstance(deepspeed, str):
         put("ds_config", deepspeed, by="deepspeed")

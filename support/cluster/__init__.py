@@ -1,6 +1,7 @@
 """Processes and machines: launchers, the process group, failures of ranks, and Slurm.
 
 launch         the launcher and the rank of this process; an error before the ranks can communicate
+gpus           whether this machine has GPUs, whether torch can use them, and if not, why
 tuning         settings that libraries read when they are imported; the GPU and the precision
 process_group  waiting until all ranks have started, and the backend
 context        `DistContext`: rank, device, collectives of objects, preparation once per node

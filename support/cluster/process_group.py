@@ -22,9 +22,9 @@ from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
 from support.cluster.hang_report import rank_names
-from support.cluster.launch import Launch, agent_hosts_store
+from support.cluster.launch import START_SKEW_SECONDS, Launch, agent_hosts_store
 from support.cluster.tuning import choose_device
-from support.errors import EXIT_FAILED, TrainingError
+from support.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from support.files.atomic import remove_temporary_folders
 from support.process import code_digest, exit_now, versions
 from support.tables import STRATEGIES
@@ -41,15 +41,16 @@ def join(args: Arguments, launch: Launch) -> DistContext:
         This process among the ranks, with its device.
     Raises:
         TrainingError: a rank did not arrive in time.
-        UserError: this rank has no GPU of its own.
+        UserError: a rank has no GPU of its own or cannot use it, or the ranks have devices of
+            different types.
     """
-    device = choose_device(launch)
+    device = device_of_rank(launch, may_fail=args.check)
     backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
     own, group = dist.HashStore(), dist.HashStore()  # of a single process: they need no port
     if launch.world_size > 1 and backend != "fake":
         seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
         store = connect(launch, seconds)
-        start = meet(store, launch, seconds)
+        start = meet(store, launch, seconds, device.type)
         own = dist.PrefixStore(start, store)
         # Another connection than the watchdog's: the calls of a connection wait for each other.
         group = dist.PrefixStore(f"{start}/group", open_store(launch, hosts_it=False))
@@ -60,6 +61,26 @@ def join(args: Arguments, launch: Launch) -> DistContext:
     except BaseException as error:
         MONITOR.end_failed(error)
     return ctx
+
+
+def device_of_rank(launch: Launch, may_fail: bool) -> torch.device:
+    """Return this rank's device. If there is none, rank 0 is told, so that it names this rank.
+
+    Args:
+        may_fail: return the CPU if torch cannot use the GPU; --check reports it later.
+    Raises:
+        UserError: see `choose_device`.
+    """
+    try:
+        return choose_device(launch)
+    except UserError as error:
+        if may_fail and isinstance(error, MissingRequirement):
+            return torch.device("cpu")
+        if not launch.is_main:  # rank 0 may have ended with the same error
+            with contextlib.suppress(TrainingError):
+                store = connect(launch, START_SKEW_SECONDS)
+                meet(store, launch, START_SKEW_SECONDS, "cpu", problem=str(error))
+        raise
 
 
 @contextlib.contextmanager
@@ -189,29 +210,34 @@ def open_store(launch: Launch, hosts_it: bool) -> dist.Store:
     return dist.TCPStore(*address, is_master=hosts_it, wait_for_workers=False, timeout=limit)
 
 
-def meet(store: dist.Store, launch: Launch, seconds: float) -> str:
-    """Wait for all ranks, and name those that are missing.
+def meet(store: dist.Store, launch: Launch, seconds: float, device: str, problem: str = "") -> str:
+    """Wait for all ranks, and name those that are missing or cannot train with the others.
 
     torchrun's store has the keys of earlier starts, and a process may join a start that has ended.
     Each start therefore has a name, and ends the wait of those processes only that it lists.
 
+    Args:
+        device: the type of this rank's device, "cuda" or "cpu".
+        problem: why this rank cannot train.
     Returns:
         The name of the start, a prefix of keys.
     Raises:
         TrainingError: a rank did not arrive within `seconds`, or two processes have one rank.
+        UserError: on rank 0, if a rank has a problem, or another type of device.
     """
     own, place = uuid.uuid4().hex, f"meeting/{launch.world_size}"
+    arrival = json.dumps([own, socket.gethostname(), device, problem])
     deadline, start = time.monotonic() + seconds, ""
     try:
         if launch.is_main:
             start = f"start/{own}"
-            store.set(f"{start}/0", json.dumps([own, socket.gethostname()]))
+            store.set(f"{start}/0", arrival)
             store.set(place, start)
             _wait_for_ranks(store, launch, start, deadline)
         while time.monotonic() < deadline + 5:  # rank 0 names missing ranks at the deadline
             if store.check([place]) and (latest := store.get(place).decode()) != start:
                 start = latest
-                store.set(f"{start}/{launch.rank}", json.dumps([own, socket.gethostname()]))
+                store.set(f"{start}/{launch.rank}", arrival)
             if start and json.loads(store.get(f"{start}/{launch.rank}"))[0] != own:
                 raise TrainingError(f"Another process has rank {launch.rank}, too: start one each.")
             if start and store.check([f"{start}/joined"]):
@@ -235,6 +261,7 @@ def _wait_for_ranks(store: dist.Store, launch: Launch, start: str, deadline: flo
 
     Raises:
         TrainingError: a rank is missing at the deadline.
+        UserError: a rank cannot train with the others.
     """
     ranks, notice = range(launch.world_size), time.monotonic() + NOTICE_SECONDS
     missing = {*ranks}
@@ -242,15 +269,42 @@ def _wait_for_ranks(store: dist.Store, launch: Launch, start: str, deadline: flo
         absent = f"{len(missing)} of {launch.world_size} ranks have not arrived"
         if time.monotonic() > deadline:
             found = [json.loads(store.get(f"{start}/{rank}")) for rank in {*ranks} - missing]
+            hosts = sorted({host for _, host, *_ in found})
             store.set(f"{start}/joined", "null")
             raise TrainingError(
                 f"{absent} ({rank_names(missing)}). The others are on "
-                f"{', '.join(sorted({host for _, host in found}))}. Look at what the missing ranks "
-                f"print, and whether their hosts reach {launch.master_addr}:{launch.master_port}."
+                f"{', '.join(hosts)}. Look at what the missing ranks print, and whether their "
+                f"hosts reach {launch.master_addr}:{launch.master_port}."
             )
         if time.monotonic() > notice:
             console.write(f"⏳ {absent}; missing: {rank_names(missing)}")
             notice = deadline
         time.sleep(0.05)
-    joined = [json.loads(store.get(f"{start}/{rank}"))[0] for rank in ranks]
-    store.set(f"{start}/joined", json.dumps(joined))
+    arrivals = [json.loads(store.get(f"{start}/{rank}")) for rank in ranks]
+    try:
+        _compare_devices(arrivals)
+    except UserError:
+        store.set(f"{start}/joined", "null")
+        raise
+    store.set(f"{start}/joined", json.dumps([identifier for identifier, *_ in arrivals]))
+
+
+def _compare_devices(arrivals: list[tuple[str, str, str, str]]) -> None:
+    """Check that all ranks train on devices of one type.
+
+    Args:
+        arrivals: of each rank its identifier, host, type of device, and problem or "".
+    Raises:
+        UserError: a rank has a problem or another type of device; the message names the first.
+    """
+    for rank, (_, host, _, problem) in enumerate(arrivals):
+        if problem:
+            raise UserError(f"Rank {rank} on {host}: {problem}")
+    _, first_host, expected, _ = arrivals[0]
+    for rank, (_, host, device, _) in enumerate(arrivals):
+        if device != expected:
+            raise UserError(
+                f"Rank {rank} on {host} would train on {device}, and rank 0 on {first_host} on "
+                f"{expected}: `nvidia-smi` on the host without a GPU shows what is wrong; or add "
+                "--device cpu to train on the CPUs of all hosts."
+            )

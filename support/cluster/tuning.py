@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.cluster import gpus
 from support.cluster.launch import Launch
 from support.errors import UserError
 
@@ -24,34 +25,33 @@ if TYPE_CHECKING:
     from support.cli.arguments import Arguments
 
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # of glibc's <malloc.h>
+# Parameters of glibc's mallopt(3), with their numbers in <malloc.h>.
+MALLOC = {"TRIM_THRESHOLD": -1, "TOP_PAD": -2, "MMAP_THRESHOLD": -3, "MMAP_MAX": -4}
 # Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
 # not read it (pytorch/pytorch#183387).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def has_nvidia_gpu() -> bool:
-    """Return whether this host has an NVIDIA GPU, without importing torch."""
-    devices = Path("/dev/nvidiactl"), Path("/dev/dxg")
-    return any(map(Path.exists, devices)) or shutil.which("nvidia-smi") is not None
+def choose_hardware(device: str) -> None:
+    """Hide the GPUs if --device (`device`) or `accelerate launch --cpu` asks for the CPU."""
+    if device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+        gpus.hide_gpus()
 
 
 def tune_process(args: Arguments, launch: Launch) -> None:
     """Set what libraries read once, when they are imported: threads, allocator, log levels.
 
+    A variable that the user has set keeps its value.
+
     Args:
         args: --deterministic, --verbose, --quiet.
     """
     env = os.environ
-    if env.get("ACCELERATE_USE_CPU", "").lower() == "true":  # accelerate launch --cpu
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    # torchrun sets OMP_NUM_THREADS=1, with which CPU training and the CPU optimizer of offload are
-    # very slow.
-    if env.get("OMP_NUM_THREADS", "1") == "1":
+    if "OMP_NUM_THREADS" not in env or is_launchers_default(launch.launcher):
         cores_per_task = env.get("SLURM_CPUS_PER_TASK") if launch.launcher == "srun" else None
         share = max(1, available_cores() // launch.local_world_size)
         env["OMP_NUM_THREADS"] = cores_per_task or str(share)
-    if not has_nvidia_gpu():
+    if gpus.vendor_to_use() != "NVIDIA":
         return_freed_memory()
     elif not any(name in env for name in ALLOCATOR_VARIABLES):
         # Batches of chat examples differ in length, and a sharding strategy gathers and frees
@@ -62,7 +62,8 @@ def tune_process(args: Arguments, launch: Launch) -> None:
     if args.deterministic:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it
     if not args.verbose:
-        warnings.simplefilter("ignore")
+        if not sys.warnoptions:  # PYTHONWARNINGS, or python -W
+            warnings.simplefilter("ignore")
         # torch's message about nvcc on a machine without a GPU; bitsandbytes, which peft imports.
         for logger in ("torch.utils.cpp_extension", "bitsandbytes"):
             logging.getLogger(logger).setLevel(logging.ERROR)
@@ -77,6 +78,27 @@ def tune_process(args: Arguments, launch: Launch) -> None:
             defaults |= dict.fromkeys(bars, "1")
     for name, value in defaults.items():
         env.setdefault(name, value)
+
+
+def is_launchers_default(launcher: str) -> bool:
+    """Return whether torchrun or accelerate has set OMP_NUM_THREADS=1, and not the user.
+
+    They do so for each rank if the variable is not set, and training on a CPU or the CPU optimizer
+    of offload would then be very slow. The environment in which the launcher, the parent process,
+    was started shows which of the two it is.
+    """
+    sets_it = launcher == "torchrun" or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if not sets_it or os.environ.get("OMP_NUM_THREADS") != "1":
+        return False
+    try:
+        environment = _environment_of_parent().read_bytes()
+    except OSError:
+        return True
+    return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment.split(b"\0"))
+
+
+def _environment_of_parent() -> Path:
+    return Path(f"/proc/{os.getppid()}/environ")
 
 
 def prefer_own_ninja() -> None:
@@ -100,7 +122,7 @@ def return_freed_memory() -> None:
     By default glibc raises this threshold when the first large tensor is freed. The parameters that
     ZeRO-3 holds while it shards would then remain in the process's memory.
     """
-    _mallopt({M_MMAP_THRESHOLD: 1 << 20})
+    _mallopt({"MMAP_THRESHOLD": 1 << 20})
 
 
 def keep_freed_memory(large: bool) -> None:
@@ -112,29 +134,40 @@ def keep_freed_memory(large: bool) -> None:
         large: also keep tensors of 8 MB and more, which fragments the heap.
     """
     # Without memory mappings no tensor is returned alone.
-    mapped = {M_MMAP_MAX: 0} if large else {M_MMAP_THRESHOLD: 8 << 20}
-    _mallopt({**mapped, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20})
+    mapped = {"MMAP_MAX": 0} if large else {"MMAP_THRESHOLD": 8 << 20}
+    _mallopt({**mapped, "TRIM_THRESHOLD": (1 << 31) - 1, "TOP_PAD": 64 << 20})
 
 
-def _mallopt(settings: dict[int, int]) -> None:
-    """Call glibc's mallopt(3); other C libraries keep their defaults."""
+def _mallopt(settings: dict[str, int]) -> None:
+    """Call glibc's mallopt(3), except for what the user's environment sets.
+
+    Other C libraries keep their defaults.
+    """
+    env = os.environ
     with contextlib.suppress(OSError, AttributeError):
-        for number, value in settings.items():
-            ctypes.CDLL(None).mallopt(number, value)
+        for name, value in settings.items():
+            tunable = f"glibc.malloc.{name.lower()}="
+            if f"MALLOC_{name}_" not in env and tunable not in env.get("GLIBC_TUNABLES", ""):
+                ctypes.CDLL(None).mallopt(MALLOC[name], value)
 
 
 def choose_device(launch: Launch) -> torch.device:
     """Return this rank's GPU, and make it the current device; without GPUs the CPU.
 
     Sets the environment variables that tell DeepSpeed the same.
+
+    Raises:
+        MissingRequirement: the machine has a GPU, and torch cannot use it.
+        UserError: there are more ranks on this node than GPUs.
     """
     import torch
 
-    if not torch.cuda.is_available():
+    visible, index = gpus.usable_gpus(), launch.local_rank
+    if not visible:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        gpus.require_usable()
         return torch.device("cpu")
     os.environ.setdefault("DS_ACCELERATOR", "cuda")
-    visible, index = torch.cuda.device_count(), launch.local_rank
     # Slurm may show each task its own GPUs (--gpus-per-task, --gpu-bind).
     own_gpus = launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ)
     if own_gpus or launch.launcher == "simulated":
@@ -147,6 +180,7 @@ def choose_device(launch: Launch) -> torch.device:
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    torch.ones(1, device=device).item()  # fails if this build of torch has no kernels for the GPU
     os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses it as the GPU's index
     return device
 

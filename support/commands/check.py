@@ -24,8 +24,9 @@ from support import console
 from support.cli import checks
 from support.cli.arguments import Arguments, choose_seq_length, configured_strategy
 from support.cluster.context import DistContext
-from support.cluster.tuning import available_cores, has_nvidia_gpu
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError, redact
+from support.cluster.gpus import require_usable
+from support.cluster.tuning import available_cores
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, UserError, redact
 from support.files.cache import cache_folder
 from support.memory import architectures, fit
 from support.memory.estimate import predict
@@ -35,6 +36,7 @@ from support.strategies.requirements import check_requirements
 from support.units import GB, MB
 
 OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
+GPU = "GPU"  # name of a line
 IMPORTED = ("transformers", "datasets", "tokenizers", "safetensors")
 
 
@@ -61,7 +63,8 @@ def check(args: Arguments, ctx: DistContext) -> int:
     Rank 0 prints all of its own results, and of the other ranks those that are not ok.
 
     Returns:
-        The exit code: 0 if the chosen strategy can run on every rank.
+        The exit code: 0 if the chosen strategy can run on every rank, 2 if a GPU cannot be used, as
+        in a run, or 1.
     """
     parts = (_software, _gpu, _requirements, _nvme, _disk, _limits, _memory, _hub)
     own_lines = [line for part in parts if (line := part(args, ctx))]
@@ -76,6 +79,8 @@ def check(args: Arguments, ctx: DistContext) -> int:
     ranks += "s" * (ctx.world_size > 1)
     mark, verdict = (PROBLEM, f"{problems} to solve first") if problems else (OK, "it can run")
     _print([f"{mark} --strategy {args.strategy} on {ranks}: {verdict}"], ctx)
+    if any(line.status == PROBLEM and line.name == GPU for line in lines):
+        return EXIT_USAGE
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
@@ -108,10 +113,13 @@ def _software(args: Arguments, ctx: DistContext) -> Line:
 
 def _gpu(args: Arguments, ctx: DistContext) -> Line | None:
     if ctx.device.type != "cuda":
-        text = f"none found; training in {ctx.precision} on {available_cores()} CPU cores"
-        built = f"this torch {torch.__version__} is built for CUDA {torch.version.cuda or 'none'}"
-        remedy = f"the host has one: {built}; see nvidia-smi and CUDA_VISIBLE_DEVICES"
-        return _line(not has_nvidia_gpu(), "GPU", text, remedy)
+        try:
+            require_usable()
+        except UserError as error:
+            return Line(PROBLEM, GPU, str(error))
+        found = "not used" if args.device == "cpu" else "none found"
+        text = f"{found}; training in {ctx.precision} on {available_cores()} CPU cores"
+        return Line(OK, GPU, text)
     gpu = torch.cuda.get_device_properties(ctx.device)
     free, total = torch.cuda.mem_get_info(ctx.device)
     built = torch.version.cuda or f"ROCm {torch.version.hip}"
@@ -120,7 +128,7 @@ def _gpu(args: Arguments, ctx: DistContext) -> Line | None:
         f"compute capability {gpu.major}.{gpu.minor}, CUDA {built}, {ctx.precision}"
     )
     remedy = "another process uses a part of it (nvidia-smi shows which)"
-    return _line(free >= 0.8 * total, "GPU", text, remedy)
+    return _line(free >= 0.8 * total, GPU, text, remedy)
 
 
 def _requirements(args: Arguments, ctx: DistContext) -> Line | None:

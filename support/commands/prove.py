@@ -23,6 +23,7 @@ from support.cli.flags import GROUPS
 from support.cli.fsdp_config import FsdpOptions
 from support.cli.run_file import as_yaml
 from support.cluster.failures import StopSignal
+from support.cluster.gpus import require_usable, usable_gpus
 from support.cluster.launch import free_port
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
@@ -35,7 +36,8 @@ TRAINER = PROJECT / "scripts" / "trainer_step.py"
 SEQUENCES = 8  # at least
 # Of the user's flags, those that determine the step.
 KEPT = {*GROUPS["Model"], *GROUPS["Data"], *GROUPS["Strategy"]}
-KEPT |= {"lr", "weight_decay", "adam_beta1", "adam_beta2", "seed", "deterministic", "verbose"}
+KEPT |= {"device", "verbose"}
+KEPT |= {"lr", "weight_decay", "adam_beta1", "adam_beta2", "seed", "deterministic"}
 SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no setting for it
     **{"max_steps": 1, "save_every": 1},
     **{"eval": False, "no_export": True, "merge_lora": False, "quiet": True},
@@ -80,8 +82,9 @@ def prove(args: Arguments) -> int:
     """Make the step in all ways, print how they differ, and return the exit code."""
     StopSignal().install()  # a signal raises an exception, so that everything is cleaned up
     args = args.replace(max_grad_norm=args.max_grad_norm or 1.0)
+    require_usable()
     # Without a number the flag is True.
-    ranks = torch.cuda.device_count() or 2 if args.prove is True else int(args.prove or 0)
+    ranks = usable_gpus() or 2 if args.prove is True else int(args.prove or 0)
     print("🔎 One step in fp32, without dropout", flush=True)
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
     rows, problems, reference = [], [], None

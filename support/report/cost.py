@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from support import PROJECT, programs
 from support.cli.argument_types import Options
 from support.cli.ds_config import lookup
+from support.cluster.gpus import usable_gpus
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
@@ -249,10 +250,10 @@ def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, dict[
     --bandwidth on one GPU.
     """
     try:
-        import torch
+        gpus = usable_gpus()
     except ImportError as error:
         raise UserError("--measure needs PyTorch: pip install -r requirements.txt.") from error
-    ranks = 1 if args.bandwidth else min(torch.cuda.device_count(), work.world_size) or 1
+    ranks = 1 if args.bandwidth else min(gpus, work.world_size) or 1
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]

@@ -1,6 +1,7 @@
 """The output folder of a run, the content of results.json, and the lines that show it."""
 
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -28,6 +29,8 @@ from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
 from support.tables import OPTIMIZERS
 from support.units import GB
+
+RULE = 60 * "="  # a line of the console
 
 # Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """
@@ -219,8 +222,30 @@ def say_setup(ctx: DistContext) -> None:
             f"Rank: {ctx.rank}/{ctx.world_size}\n"
             f"Local Rank: {ctx.launch.local_rank}\n"
             f"World Size: {ctx.world_size}\n"
-            f"Backend: {ctx.backend}\nGPU: {gpu}\n========================="
+            f"Backend: {ctx.backend.upper()}\nGPU: {gpu}\n========================="
         )
+
+
+def say_settings(args: Arguments, ctx: DistContext) -> None:
+    """Print where the run trains, and the settings that decide how long it takes."""
+    on_gpu, assigned = ctx.device.type == "cuda", os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if not on_gpu and args.device == "auto" and assigned not in ("", "0"):
+        console.warn(f"Slurm assigned GPUs to this node ({assigned}), and none is visible here.")
+    details = f"threads: {torch.get_num_threads()}"
+    if on_gpu:
+        details = torch.cuda.get_device_name(ctx.device)
+    parts = [f"Batch size: {args.batch_size}"]
+    if not args.eval_only:
+        until = [f"Epochs: {args.epochs or 1}"] if args.epochs or not args.max_steps else []
+        until += [f"Steps: {args.max_steps}"] if args.max_steps else []
+        parts = [*until, *parts, f"LR: {args.lr:g}"]
+    if (whole := global_batch(args, ctx.world_size)) > args.batch_size and not args.eval_only:
+        factors = f"{args.batch_size} × {ctx.world_size} ranks"
+        factors += f" × {args.gradient_accumulation_steps} micro-batches"
+        parts.append(f"Global batch: {factors} = {whole}")
+    console.print0(
+        f"Device: {ctx.device} ({details}), Precision: {ctx.precision}\n{', '.join(parts)}"
+    )
 
 
 def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
@@ -233,6 +258,7 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
     if ctx.simulated:
         print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
         return
+    print0(RULE)
     print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
     names = {"allocated": "resident", "peak": "peak"}
     if on_gpu:

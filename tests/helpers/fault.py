@@ -5,6 +5,7 @@
     nan:N              the N-th loss is not a number
     infinite:N         an element of the N-th micro-batch's gradient is infinite, its loss is finite
     gpus:N             torch sees N GPUs (this machine has none)
+    unusable_gpu:DEV   the machine has an NVIDIA GPU that torch cannot use; the folder DEV stands for /dev
     in_backward        no fault: the gradients of the loss are computed in backward, as in fp16
     unordered:N        at its N-th micro-batch it needs an operation that has no deterministic kernel
     signal:RANK:N      that rank receives SIGUSR1 as it reads its N-th micro-batch
@@ -208,6 +209,11 @@ def plant(kind: str, values: list[str]) -> None:
     elif kind == "gpus":
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: int(values[0])
+    elif kind == "unusable_gpu":
+        from support.cluster import gpus
+
+        gpus.DEVICES = Path(values[0])
+        (gpus.DEVICES / "nvidia0").touch()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,19 @@ def test_fewer_gpus_than_ranks(refused):
     assert "2 ranks were started on this node, but only 1 GPU(s) are visible" in error
 
 
+def test_gpu_that_torch_cannot_use(refused, script, tmp_path):
+    """Every way to train is refused, once for all ranks, unless the CPU is asked for."""
+    fault = {"program": FAULT, "env": {"FAULT": f"unusable_gpu:{tmp_path}"}}
+    work = ["--max_steps", "1", "--no_eval", "--no_export"]
+    for flags in ([], ["--eval_only"], ["--simulate_gpus", "2"]):
+        assert "NVIDIA GPU" in (error := refused(*flags, **fault)) and "--device cpu" in error
+    assert "NVIDIA GPU" in refused("--prove", "1", **fault)
+    assert "NVIDIA GPU" in refused(launcher="torchrun", ranks=2, **fault)
+    assert script("--device", "cpu", *work, **fault).results["device"] == "cpu"
+    hidden = {**fault["env"], "CUDA_VISIBLE_DEVICES": ""}
+    assert script(*work, program=FAULT, env=hidden).results["device"] == "cpu"
+
+
 def test_folder_that_is_no_model(refused, llama, tmp_path):
     assert "no such folder" in refused("--model", "./no/such/model")
     assert "config.json" in refused("--model", tmp_path)

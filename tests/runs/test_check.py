@@ -35,6 +35,17 @@ def test_without_a_compiler(script, tmp_path):
     assert script("--check", env=env).code == 0  # dp needs none
 
 
+def test_gpu_that_torch_cannot_use(script, tmp_path):
+    env = {"FAULT": f"unusable_gpu:{tmp_path}"}
+    run = script("--check", program=FAULT, env=env, ok=False)
+    lines = run.out.splitlines()
+    assert run.code == 2 and lines[-1].startswith("❌ --strategy dp")
+    assert any(line.startswith("❌ GPU") and "--device cpu" in line for line in lines)
+    assert any(line.startswith("✅ disk") for line in lines)  # the others are tested, too
+    run = script("--check", "--device", "cpu", program=FAULT, env=env)
+    assert "not used; training in" in run.out
+
+
 def test_hub_out_of_reach(script, tmp_path):
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": tmp_path}
     run = script("--check", "--model", "gpt2", env=env, ok=False)

@@ -10,13 +10,18 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from support.cluster.tuning import choose_precision
+from support.cli.arguments import Arguments
+from support.cluster import gpus, tuning
+from support.cluster.launch import Launch
+from support.cluster.tuning import choose_device, choose_hardware, choose_precision
 from support.data.batches import copy_ahead
-from support.errors import UserError
+from support.errors import MissingRequirement, UserError
+from support.report.results import say_settings
 from support.report.step_meter import StepMeter
 from support.units import PHASES
 
 GPU = torch.device("cuda", 0)
+ALONE = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500)
 
 
 def test_phases_of_a_step_are_timed_by_the_gpu_without_waiting_for_it(monkeypatch):
@@ -75,3 +80,216 @@ def test_precision_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(UserError, match="Tesla T4"):
         choose_precision("bf16", GPU)
+
+
+# --------------------------------------------------------- a GPU that is there and cannot be used
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """machine(NAME, …) has the device files /dev/NAME, and torch cannot use any GPU."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(gpus, "SYSTEM", tmp_path / "sys")
+    monkeypatch.setattr(gpus, "WSL_DRIVER", tmp_path / "libcuda.so.1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    gpus._nvidia_smi_lists_gpus.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # asked of the driver
+
+    def build(*names, driver=None, vram=None, smi=None):
+        if smi:
+            (tmp_path / "bin").mkdir()
+            (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+            (tmp_path / "bin/nvidia-smi").chmod(0o755)
+        for name in names:
+            path = tmp_path / ("libcuda.so.1" if name == "libcuda" else f"dev/{name}")
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+        for number, size in enumerate(vram or []):
+            card = tmp_path / f"sys/class/drm/card{number}/device"
+            card.mkdir(parents=True)
+            (card / "mem_info_vram_total").write_text(f"{size}\n")
+        monkeypatch.setattr(gpus, "_cuda_of_driver", lambda: driver)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("names", "vram", "vendor"),
+    [
+        ([], [], None),
+        (["nvidiactl", "nvidia-uvm"], [], None),  # a login node with the driver
+        (["nvidia0", "nvidia1"], [], "NVIDIA"),
+        (["dxg"], [], None),  # Windows' graphics of another vendor
+        (["dxg", "libcuda"], [], "NVIDIA"),
+        (["kfd"], [512 << 20], None),  # the GPU in a processor
+        (["kfd"], [512 << 20, 16 << 30], "AMD"),
+        ([], [16 << 30], None),  # a container without the device
+    ],
+)
+def test_a_gpu_is_a_device_that_the_process_may_open(machine, names, vram, vendor):
+    machine(*names, vram=vram)
+    assert gpus.vendor_to_use() == vendor
+    assert gpus.usable_gpus() == 0
+    if vendor is None:
+        gpus.require_usable()
+        assert choose_device(ALONE) == torch.device("cpu")
+    else:
+        with pytest.raises(MissingRequirement, match=f"{vendor} GPU.*--device cpu"):
+            choose_device(ALONE)
+
+
+@pytest.mark.parametrize(
+    ("smi", "vendor"),
+    [
+        ("echo 'GPU 0: Orin (UUID: GPU-1)'", "NVIDIA"),
+        ("echo 'No devices found'", None),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", None),
+    ],
+)
+def test_nvidia_smi_counts_if_it_lists_a_gpu(machine, smi, vendor):
+    machine(smi=smi)
+    assert gpus.vendor_to_use() == vendor
+
+
+def test_a_gpu_of_another_job_does_not_count(machine, monkeypatch):
+    """Slurm's control group denies access whatever the mode; a mode that denies it is a fault."""
+    machine("nvidia0")
+    monkeypatch.setattr(gpus.os, "access", lambda *_: False)
+    (gpus.DEVICES / "nvidia0").chmod(0o666)
+    assert gpus.vendor_to_use() is None
+    (gpus.DEVICES / "nvidia0").chmod(0o660)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(MissingRequirement, match=r"may not open .*nvidia0"):
+        gpus.require_usable()
+
+
+@pytest.mark.parametrize(
+    ("value", "hidden"),
+    [
+        *[(value, True) for value in ("", "-1", " ", "NoDevFiles", "-1,0")],
+        *[(value, False) for value in ("0", "1,2", "7", "GPU-8932f937", "MIG-GPU-1", "0,-1")],
+    ],
+)
+def test_gpus_are_hidden_as_cuda_hides_them(machine, monkeypatch, value, hidden):
+    machine("nvidia0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert (gpus.vendor_to_use() is None) == hidden
+
+
+def test_device_cpu_hides_the_gpus(machine, monkeypatch):
+    machine("nvidia0", "kfd", vram=[16 << 30])
+    monkeypatch.setattr(gpus.os, "environ", {})
+    choose_hardware("auto")
+    assert gpus.vendor_to_use() == "NVIDIA"
+    choose_hardware("cpu")
+    assert gpus.vendor_to_use() is None and choose_device(ALONE).type == "cpu"
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your"
+
+
+@pytest.mark.parametrize(
+    ("names", "built_for", "driver", "torch_says", "says"),
+    [
+        (["nvidia0"], (None, None), (12, 2), "", "without CUDA: .*pip install .*/cu126;"),
+        (["nvidia0"], (None, None), (13, 1), "", "without CUDA: .*pip install .*/cu130;"),
+        (["nvidia0"], (None, None), (11, 4), "", "without CUDA: update the driver.*CUDA 11.4 only"),
+        (["nvidia0"], (None, None), None, "", "without CUDA: install a build for CUDA"),
+        (["nvidia0"], (None, "6.4"), (13, 0), "", "without CUDA: .*/cu130;"),
+        (
+            *(["nvidia0"], ("13.0", None), (12, 2), TOO_OLD),
+            r"too old \(found version 12020\)\); the driver supports CUDA 12.2: update .*/cu126;",
+        ),
+        (
+            *(["nvidia0"], ("13.0", None), None, "Found no NVIDIA driver on your system. Please x"),
+            "--gpus all",
+        ),
+        (["nvidia0"], ("13.0", None), (13, 0), "Error 802: not yet initialized", "Error 802.*smi"),
+        (["kfd"], ("13.0", None), None, "", "AMD GPU, but .* without ROCm: install a build for"),
+        (["kfd"], (None, "6.4"), None, "No HIP GPUs are available", "No HIP GPUs.*rocm-smi"),
+    ],
+)
+def test_the_reason_and_the_remedy(
+    machine, monkeypatch, names, built_for, driver, torch_says, says
+):
+    def fail():
+        raise RuntimeError(torch_says)
+
+    machine(*names, driver=driver, vram=[16 << 30])
+    monkeypatch.setattr(torch.version, "cuda", built_for[0])
+    monkeypatch.setattr(torch.version, "hip", built_for[1])
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    with pytest.raises(MissingRequirement, match=says) as error:
+        gpus.require_usable()
+    assert "\n" not in str(error.value) and "Please" not in str(error.value)
+
+
+def test_a_list_that_names_no_gpu_of_the_machine_is_an_error(machine, monkeypatch):
+    def fail():
+        raise RuntimeError("No CUDA GPUs are available")
+
+    machine("nvidia0", driver=(13, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(MissingRequirement, match="CUDA_VISIBLE_DEVICES=7: choose GPUs that"):
+        gpus.require_usable()
+
+
+@pytest.mark.parametrize(
+    ("assigned", "device", "noticed"),
+    [("2", "auto", True), ("0", "auto", False), (None, "auto", False), ("2", "cpu", False)],
+)
+def test_gpus_that_slurm_assigned_and_nobody_sees(monkeypatch, capsys, assigned, device, noticed):
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    if assigned:
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", assigned)
+    args = Arguments(device=device, epochs=10, batch_size=32, lr=0.001)
+    say_settings(args, SimpleNamespace(device=torch.device("cpu"), precision="fp32", world_size=1))
+    lines = capsys.readouterr().out.splitlines()
+    assert ("Slurm" in lines[0]) == noticed
+    assert lines[-2].startswith("Device: cpu")
+    assert lines[-1] == "Epochs: 10, Batch size: 32, LR: 0.001"
+
+
+# ----------------------------------------------------------------- what the user's environment sets
+
+
+@pytest.mark.parametrize(
+    ("launcher", "own", "of_the_parent", "threads"),
+    [
+        ("python", {"OMP_NUM_THREADS": "1"}, {}, "1"),  # the shell has exported it for the command
+        ("python", {}, {}, "4"),
+        ("srun", {"OMP_NUM_THREADS": "1", "SLURM_CPUS_PER_TASK": "6"}, {}, "1"),
+        ("srun", {"SLURM_CPUS_PER_TASK": "6"}, {}, "6"),
+        ("torchrun", {"OMP_NUM_THREADS": "1"}, {}, "4"),  # torchrun has set it
+        ("torchrun", {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, "1"),
+        ("torchrun", {"OMP_NUM_THREADS": "3"}, {}, "3"),
+        ("deepspeed", {"OMP_NUM_THREADS": "1"}, {}, "1"),
+        ("python", {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}, {}, "4"),
+    ],
+)
+def test_threads_that_the_user_has_chosen_are_kept(
+    monkeypatch, tmp_path, launcher, own, of_the_parent, threads
+):
+    entries = [f"{name}={value}" for name, value in {"PATH": "/bin", **of_the_parent}.items()]
+    (tmp_path / "environ").write_bytes("\0".join(entries).encode())
+    monkeypatch.setattr(tuning, "_environment_of_parent", lambda: tmp_path / "environ")
+    monkeypatch.setattr(tuning, "available_cores", lambda: 8)
+    monkeypatch.setattr(tuning, "return_freed_memory", lambda: None)
+    monkeypatch.setattr(tuning.os, "environ", {"PATH": "/bin", **own})
+    tuning.tune_process(Arguments(), Launch(launcher, 0, 0, 2, 2, 0, "a", 29500))
+    assert tuning.os.environ["OMP_NUM_THREADS"] == threads
+
+
+def test_settings_of_glibc_that_the_user_has_chosen_are_kept(monkeypatch):
+    calls = []
+    library = SimpleNamespace(mallopt=lambda number, value: calls.append(number))
+    monkeypatch.setattr(tuning.ctypes, "CDLL", lambda _: library)
+    own = {"MALLOC_TRIM_THRESHOLD_": "0", "GLIBC_TUNABLES": "glibc.malloc.top_pad=4096"}
+    monkeypatch.setattr(tuning.os, "environ", own)
+    tuning.keep_freed_memory(large=False)
+    assert calls == [-3]  # M_MMAP_THRESHOLD

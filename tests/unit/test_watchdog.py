@@ -1,6 +1,7 @@
 """The watchdog, hang reports, the meeting of the ranks, stop signals."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from support.cluster import comm_volume, process_group, watchdog
 from support.cluster.failures import StopSignal
 from support.cluster.hang_report import diagnosis
 from support.cluster.launch import Launch
-from support.errors import StoppedBySignal, TrainingError, explain
+from support.errors import StoppedBySignal, TrainingError, UserError, explain
 from support.train_state import TrainState
 
 
@@ -121,7 +122,7 @@ def test_missing_ranks_are_named(monkeypatch, capsys):
 
     def meet(rank: int) -> BaseException | None:
         launch = Launch("torchrun", rank, rank, 4, 4, 0, "a", 29500)
-        return process_group.meet(store, launch, 0.5)
+        return process_group.meet(store, launch, 0.5, "cpu")
 
     monkeypatch.setattr(process_group.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
     with ThreadPoolExecutor(2) as pool:
@@ -136,7 +137,8 @@ def test_the_ranks_of_a_new_start_meet_in_the_store_of_an_earlier_one():
     store = dist.HashStore()
 
     def meet(rank: int) -> str:
-        return process_group.meet(store, Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500), 5)
+        launch = Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500)
+        return process_group.meet(store, launch, 5, "cpu")
 
     starts = []
     for _ in range(2):
@@ -147,13 +149,56 @@ def test_the_ranks_of_a_new_start_meet_in_the_store_of_an_earlier_one():
     assert starts[0] != starts[1]
 
 
+@pytest.mark.parametrize(
+    ("device", "problem", "says"),
+    [
+        ("cpu", "", r"Rank 1 on \S+ would train on cpu, and rank 0 on \S+ on cuda: "),
+        ("cpu", "This machine has", r"Rank 1 on \S+: This machine has$"),
+    ],
+)
+def test_a_rank_without_the_device_of_the_others_is_named(monkeypatch, device, problem, says):
+    """At once by rank 0; the other ranks exit."""
+    monkeypatch.setattr(process_group, "exit_now", sys.exit)
+    monkeypatch.setattr(process_group.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
+    store = dist.HashStore()
+
+    def meet(rank: int) -> BaseException | None:
+        launch = Launch("torchrun", rank, rank, 3, 3, 0, "a", 29500)
+        own = (device, problem) if rank == 1 else ("cuda", "")
+        return process_group.meet(store, launch, 60, *own)
+
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [pool.submit(meet, rank) for rank in range(3)]
+        errors = [rank.exception(timeout=20) for rank in ranks]
+    assert isinstance(errors[0], UserError) and errors[0].exit_code == 2
+    assert re.search(says, str(errors[0]))
+    assert all(isinstance(error, SystemExit) for error in errors[1:])
+
+
+def test_a_rank_without_a_device_reports_to_rank_0(monkeypatch):
+    """And raises its own error if rank 0 does not arrive."""
+    told = []
+
+    def fail(launch):
+        raise UserError("only 1 GPU")
+
+    monkeypatch.setattr(process_group, "choose_device", fail)
+    monkeypatch.setattr(process_group, "connect", lambda *_: None)
+    monkeypatch.setattr(process_group, "meet", lambda *_, problem: told.append(problem))
+    for rank in (0, 1):
+        launch = Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500)
+        with pytest.raises(UserError, match="only 1 GPU"):
+            process_group.device_of_rank(launch, may_fail=True)
+    assert told == ["only 1 GPU"]
+
+
 def test_two_processes_of_one_rank_are_refused():
     store = dist.HashStore()
     launch = Launch("torchrun", 1, 1, 3, 3, 0, "a", 29500)
     store.set("meeting/3", "start/x")
     with ThreadPoolExecutor(2) as pool:
         # A process waits 5 seconds longer, for the error of rank 0.
-        two = [pool.submit(process_group.meet, store, launch, -4.5) for _ in range(2)]
+        two = [pool.submit(process_group.meet, store, launch, -4.5, "cpu") for _ in range(2)]
         assert any("has rank 1, too" in str(each.exception()) for each in two)
 
 
