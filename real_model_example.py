@@ -92,10 +92,11 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     run.announce_model(args, spec)
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     train_data, validation, dataset = open_dataset(args, ctx, spec.tokenizer)
+    run.dataset_ready(args, dataset, train_data)
     if args.ds_config_dict:  # fill in each "auto", and write <output_dir>/ds_config.json
         args = zero.configure(args, ctx, spec, run.folder)
     model = load_model(args, ctx, spec)
-    run.model_loaded(args, spec, dataset, train_data)
+    run.model_loaded(args, spec, dataset)
     objects = wrap(model, train_data, args, ctx)
     run.memory.note("wrapped")
 

@@ -19,6 +19,7 @@ class Strategy:
     cli.arguments.configured_strategy.
     """
 
+    title: str  # its full name
     engine: str  # "ddp", "fsdp" or "deepspeed"
     # The model states of which each rank keeps a part, of "parameters", "gradients" and
     # "optimizer".
@@ -55,13 +56,17 @@ GRADIENTS = OPTIMIZER | {"gradients"}
 EVERYTHING = GRADIENTS | {"parameters"}
 
 STRATEGIES = {
-    "dp": Strategy("ddp"),
-    "zero1": Strategy("deepspeed", OPTIMIZER, 1, "ds_config_stage1.json"),
-    "zero2": Strategy("deepspeed", GRADIENTS, 2, "ds_config_stage2.json"),
-    "zero3": Strategy("deepspeed", EVERYTHING, 3, "ds_config_stage3.json"),
-    "offload": Strategy("deepspeed", GRADIENTS, 2, "ds_config_offload.json", "host"),
-    "infinity": Strategy("deepspeed", EVERYTHING, 3, "ds_config_infinity.json", "nvme", "nvme"),
-    "fsdp": Strategy("fsdp", EVERYTHING),
+    "dp": Strategy("Data Parallelism", "ddp"),
+    "zero1": Strategy("ZeRO Stage 1", "deepspeed", OPTIMIZER, 1, "ds_config_stage1.json"),
+    "zero2": Strategy("ZeRO Stage 2", "deepspeed", GRADIENTS, 2, "ds_config_stage2.json"),
+    "zero3": Strategy("ZeRO Stage 3", "deepspeed", EVERYTHING, 3, "ds_config_stage3.json"),
+    "offload": Strategy(
+        "ZeRO-Offload", "deepspeed", GRADIENTS, 2, "ds_config_offload.json", "host"
+    ),
+    "infinity": Strategy(
+        "ZeRO-Infinity", "deepspeed", EVERYTHING, 3, "ds_config_infinity.json", "nvme", "nvme"
+    ),
+    "fsdp": Strategy("Fully Sharded Data Parallelism", "fsdp", EVERYTHING),
 }
 
 # ------------------------------------------------------------------------------------- optimizers

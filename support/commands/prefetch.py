@@ -8,6 +8,7 @@ from support.cli.arguments import Arguments, datasets_of
 from support.cli.checks import is_local_dataset, names_on_hub
 from support.cluster.launch import Launch
 from support.cluster.process_group import single_process
+from support.data.sources import announce
 from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.cache import cache_folder, huggingface_home
@@ -26,7 +27,7 @@ def prefetch(args: Arguments, launch: Launch) -> NoReturn:
         console.print0(f"⏳ {verb} {args.model}")
         tokenizer, _ = models.find_tokenizer(args, ctx)
         if not args.streaming:
-            console.print0(f"⏳ Preparing the dataset {args.dataset}")
+            announce(args)
             for name, _ in datasets_of(args):
                 tokenize_corpus(args, ctx, tokenizer, name)
         elif not is_local_dataset(args.dataset):

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from support import console
 from support.cli.arguments import Arguments
 from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
 from support.data.sequences import Sequences
+from support.data.sources import announce
 from support.errors import UserError
 
 NOTHING_TO_EVALUATE = (
@@ -46,7 +46,7 @@ def open_tokenized(
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
-    console.print0(f"⏳ Preparing the dataset {args.dataset}")
+    announce(args)
     if args.mixture and not (args.eval_only and args.validation_file):
         from support.data.mixture import open_mixture
 

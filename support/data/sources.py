@@ -2,9 +2,17 @@
 
 import hashlib
 
+from support import console
 from support.cli.arguments import Arguments
 from support.cli.checks import is_local_dataset
 from support.data.rows import PlacedRows, Position, Row, RowOptions, Source
+
+
+def announce(args: Arguments) -> None:
+    """Print which dataset is loaded."""
+    is_wikitext_2 = args.dataset == "wikitext" and args.dataset_config is None
+    name = "WikiText-2" if is_wikitext_2 else args.dataset
+    console.print0(f"📦 Loading dataset ({name})...")
 
 
 def open_source(name: str, args: Arguments, options: RowOptions) -> Source:

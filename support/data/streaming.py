@@ -35,6 +35,7 @@ from support.data.packing import pack
 from support.data.row_files import reading, rows_of_files
 from support.data.rows import BadRow, Row, RowOptions, Source, check_kind
 from support.data.sequences import Padding, Part, Sequences, micro_batch
+from support.data.sources import announce
 from support.errors import UserError
 from support.files.folders import files_of
 
@@ -346,7 +347,7 @@ def open_stream(
         UserError: see `open_for_streaming`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
-    console.print0(f"⏳ Preparing the dataset {args.dataset}")
+    announce(args)
     source = open_for_streaming(args, RowOptions.of(args, tokenizer), ctx)
     require_equal_on_all_ranks(ctx.all_gather(source.fingerprint), "The corpus")
     train = Stream(args, ctx, tokenizer, source)

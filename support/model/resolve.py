@@ -91,7 +91,7 @@ class ModelSpec:
         Args:
             dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
         """
-        console.print0("⏳ Loading the model")
+        console.print0("⏳ Loading the weights")
         torch.manual_seed(self.seed)
         if self.random and not Path(self.weights, "model.safetensors").exists():
             return self._prepare(weights.from_config(self.config))
@@ -181,6 +181,7 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
             isolate documents.
     """
     _be_quiet(args)
+    console.print0("📥 Loading model and tokenizer...")
     if not args.hub_offline and names_on_hub(args)[0]:
         console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
     # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.

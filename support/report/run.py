@@ -117,12 +117,23 @@ class Run:
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
         console.print0(
+            f"{results.RULE}\n"
             f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
             f"📋 Strategy: {args.strategy.upper()}"
         )
+        results.say_settings(args, self.ctx)
+        console.print0(results.RULE)
 
-    def model_loaded(self, args: Arguments, spec: ModelSpec, dataset: dict, train_data) -> None:
-        """Print and record the sizes of the model and of the data (`dataset`: its entry)."""
+    def dataset_ready(self, args: Arguments, dataset: dict, train_data) -> None:
+        """Print the size of the data (`dataset`: its entry in results.json)."""
+        count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
+        if args.eval_only:
+            count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
+        ready = count if train_data.num_sequences else "validation data only"
+        console.print0(f"✅ Dataset ready: {ready}")
+
+    def model_loaded(self, args: Arguments, spec: ModelSpec, dataset: dict) -> None:
+        """Print the size of the model, and record it and the data (`dataset`: its entry)."""
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
             from support.data.chat import prompt_for
@@ -138,10 +149,6 @@ class Run:
                     "The frozen weights are random, and the adapters cannot be used without them: "
                     "--merge_lora exports both."
                 )
-        count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
-        if args.eval_only:
-            count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
-        print0(f"✅ Dataset ready: {count if train_data.num_sequences else 'validation data only'}")
         self.facts.update(
             parameters=whole,
             trainable_parameters=spec.trainable,
@@ -193,8 +200,10 @@ class Run:
             MONITOR.restart = Restart(values, self._smaller_batch_may_help)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
-        training = f"Training: steps {state.step + 1} to {state.total_steps}"
-        console.print0(f"⏳ {'Evaluating' if args.eval_only else training}")
+        title = f"🚂 Starting Training ({STRATEGIES[args.strategy].title})"
+        title = "⏳ Starting the memory simulation" if ctx.simulated else title
+        steps = f"{title}: steps {state.step + 1} to {state.total_steps}"
+        console.print0("⏳ Evaluating" if args.eval_only else steps)
 
     def _smaller_batch_may_help(self) -> bool:
         """Whether a new start with smaller micro-batches may help after memory ran out."""
@@ -312,7 +321,7 @@ class Run:
             if not self.args.streaming:
                 steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
                 epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
-                print0(f"Epoch {self._epoch}/{epochs} | Average Loss: {mean:.4f}")
+                print0(f"Epoch {self._epoch}/{epochs}, Average Loss: {mean:.4f}")
 
     def flush(self) -> None:
         """Copy the numbers of the steps so far to the host, and log them; waits for the GPU."""

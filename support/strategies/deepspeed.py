@@ -51,6 +51,7 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
 
     if strategy.uses_nvme:
         nvme_folder = ctx.once_per_node("nvme folder", make_nvme_folder)
+        console.print0(f"📁 NVMe files: {nvme_folder} (--nvme_path chooses another disk)")
     ctx.once_per_node("ops", build_ops)
     patches.skip_shared_memory_op()
     patches.load_compiled_ops(ops.needed_ops(strategy), ops.load)

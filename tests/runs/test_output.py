@@ -18,25 +18,34 @@ def test_console(run):
     wanted = [
         r"=== Distributed Setup ===",
         r"World Size: 2",
+        r"Backend: GLOO",
+        r"📥 Loading model and tokenizer\.\.\.",
+        r"={60}",
         r"🚀 Fine-tuning tiny-gpt2 \(4\.3M parameters\)",
         r"📋 Strategy: DP",
-        r"✅ Model loaded: 4,339,200 parameters \(4\.3M\)",
+        r"Device: cpu \(threads: \d+\), Precision: \w+",
+        r"Epochs: 2, Batch size: 2, LR: 0\.0005, "
+        r"Global batch: 2 × 2 ranks × 1 micro-batches = 4",
+        r"📦 Loading dataset \(pydocs\)\.\.\.",
         r"✅ Dataset ready: 44 samples",
+        r"✅ Model loaded: 4,339,200 parameters \(4\.3M\)",
+        r"🚂 Starting Training \(Data Parallelism\): steps 1 to 22",
         r"Evaluation \| Loss: 8\.\d{4} \| Perplexity: \d+\.\d\d",
         r"Epoch 1 \| Batch 0/11 \| Loss: 8\.\d{4} \| LR: 5\.00e-04",
         r"Epoch 1 \| Batch 10/11 \| Loss: \d\.\d{4} \| LR: 2\.73e-04",
-        r"Epoch 1/2 \| Average Loss: \d\.\d{4}",
+        r"Epoch 1/2, Average Loss: \d\.\d{4}",
         r"Evaluation .*",
-        r"Epoch 2/2 \| Average Loss: \d\.\d{4}",
+        r"Epoch 2/2, Average Loss: \d\.\d{4}",
+        r"={60}",
         r"✅ Training Complete!",
         r"Throughput: [\d,.]+ samples/sec \| [\d,]+ tokens/sec \| .* \(first 5 of 22 steps left out\)",
     ]
     remaining = iter(lines)  # each pattern matches a later line than the previous one
     for pattern in wanted:
         assert any(re.fullmatch(pattern, line) for line in remaining), f"{pattern}\n{run.out}"
-    assert len([line for line in lines if line.startswith("Epoch")]) == 6
+    assert len([line for line in lines if line.startswith("Epoch ")]) == 6
     for epoch, losses in ((1, run.losses[:11]), (2, run.losses[11:])):
-        assert f"Epoch {epoch}/2 | Average Loss: {sum(losses) / 11:.4f}" in lines
+        assert f"Epoch {epoch}/2, Average Loss: {sum(losses) / 11:.4f}" in lines
 
 
 def test_nothing_of_other_libraries_shows(script):
@@ -44,7 +53,7 @@ def test_nothing_of_other_libraries_shows(script):
         work = "--seq_length 32 --max_steps 2 --batch_size 1 --no_eval".split()
         run = script("--strategy", strategy, *work)
         assert run.err == ""
-        shown = r"[🚀📋🔧🔎📚✅📁📊🤗ℹ⏳]|Epoch|Process Memory|Throughput"
+        shown = r"[🚀📋🔧🔎📚✅📁📊🤗ℹ⏳📥📦🚂=]|Device|Steps|Epoch|Process Memory|Throughput"
         assert all(re.match(shown, line) for line in run.out.splitlines()), run.out
 
 
