@@ -8,6 +8,7 @@ from support.cli.arguments import Arguments, held_out_share, isolates_documents
 from support.cluster.context import DistContext
 from support.data import tokenize
 from support.data.sequences import Padding, Sequences
+from support.data.token_file import TokenFile
 from support.errors import UserError
 
 TEXT_IS_PACKED = (
@@ -89,7 +90,8 @@ def open_split(
     facts = {key: split[key] for key in ("kind", "formats", "rows", "tokens", "sha256")}
     facts |= {"truncated": 0, "skipped": split["empty"]}
     if split["kind"] in ("chat", "pair"):
-        index = np.fromfile(f"{path}.index.bin", np.int64).reshape(-1, 3)
+        items = 3 * split["rows"]
+        index = TokenFile(f"{path}.index.bin", "int64", items).read(0, items).reshape(-1, 3)
         ends = np.minimum(index[:, 1], index[:, 0] + length)
         usable = index[:, 2] < ends  # a target remains after truncation
         facts["truncated"] = int((usable & (index[:, 1] > ends)).sum())
@@ -106,5 +108,6 @@ def open_split(
             f"The corpus has {split['tokens']:,} tokens, less than one sequence with a target "
             f"within --seq_length {length}: use another --seq_length or more text."
         )
-    sequences = Sequences.of((f"{path}.bin", split["dtype"], end_of_text), ranges, padding)
+    file = TokenFile(f"{path}.bin", split["dtype"], split["tokens"], end_of_text)
+    sequences = Sequences.of(file, ranges, padding)
     return sequences, {**facts, "blocks": sequences.num_sequences}

@@ -9,7 +9,8 @@ from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
-from support.data.sequences import Sequences, TokenFile, shares_of
+from support.data.sequences import Sequences, shares_of
+from support.data.token_file import TokenFile
 from support.errors import UserError
 from support.files.atomic import digest_of_json
 

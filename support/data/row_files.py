@@ -8,10 +8,12 @@ import io
 import json
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from support.cli.arguments import Arguments
 from support.data.rows import (
@@ -30,6 +32,7 @@ from support.files.atomic import sha256_of
 from support.files.folders import files_of
 from support.files.user_files import shown
 
+Item = TypeVar("Item")
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 
 
@@ -42,22 +45,50 @@ def open_files(name: str, args: Arguments, options: RowOptions) -> Source:
             times[file] = file.stat().st_mtime_ns
             digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
 
-    def rows(position: Position | None) -> PlacedRows:
-        yield from rows_of_files(files, options, position)
-        for file in files:  # the tokens are stored under the digest of what it was
+    def check(file: Path) -> None:  # the tokens are stored under the digest of what it was
+        with reading(file):
             if file.stat().st_mtime_ns != times[file]:
                 raise UserError(f"{file} has changed since the run started: start again.")
 
+    rows = partial(rows_of_files, files, options, check)
     return Source(digest.hexdigest(), {"train": rows})
 
 
-def rows_of_files(files: list[Path], options: RowOptions, position: Position | None) -> PlacedRows:
-    """Yield the rows of several files from a position on."""
+def rows_of_files(
+    files: list[Path],
+    options: RowOptions,
+    check: Callable[[Path], object],
+    position: Position | None,
+) -> PlacedRows:
+    """Yield the rows of several files from a position on.
+
+    Args:
+        check: raises an exception if a file is not the one that was opened. It is called before a
+            file is read, at its end, and where it cannot be read: a file that is cut during the
+            run would otherwise end early, or be called damaged.
+    """
     first, skip = (position["file"], position["row"]) if position else (0, 0)
     for number in range(first, len(files)):
-        for row, content in enumerate(rows_of_file(files[number], options)):
+        unchanged = partial(check, files[number])
+        rows = _checked(rows_of_file(files[number], options), unchanged)
+        for row, content in enumerate(rows):
             if number > first or row >= skip:
+                if isinstance(content, Row) and content.is_file:  # it is read later
+                    content = replace(content, pieces=_checked(content.pieces, unchanged))
                 yield {"file": number, "row": row}, content
+
+
+def _checked(items: Iterable[Item], check: Callable[[], object]) -> Iterator[Item]:
+    check()
+    try:
+        for item in items:
+            if isinstance(item, BadRow):
+                check()
+            yield item
+    except UserError:
+        check()
+        raise
+    check()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from support.cli.arguments import Arguments
+from support.data.token_file import TokenFile
 from support.units import IGNORED
 
 # Inputs, labels, and the positions of the tokens in their documents (None: not isolated), each
@@ -26,9 +27,6 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 # Stored token ids of a part of a sequence, and the id of the token that ends a document in it, if
 # its documents are isolated from each other.
 Part = tuple[np.ndarray, int | None]
-# Path of a flat array of token ids; its type, negative numbers only in that of examples; and the id
-# that ends a document, see `Part`.
-TokenFile = tuple[str, str, int | None]
 
 
 class Padding(NamedTuple):
@@ -132,15 +130,14 @@ class Sequences:
     def parts(self, index: int) -> list[Part]:
         """Read the parts of a sequence.
 
-        The file is not mapped, because the pages of a mapping would count as memory of this
-        process, and a shuffled epoch touches all of them.
+        Raises:
+            TrainingError: a file cannot be read, or its size has changed.
         """
         parts = []
         begin = self.ends[index - 1] if index else 0
-        for file, start, end in self.ranges[begin : self.ends[index]].tolist():
-            path, dtype, end_of_text = self.files[file]
-            offset = start * np.dtype(dtype).itemsize
-            parts.append((np.fromfile(path, dtype, end - start, offset=offset), end_of_text))
+        for number, start, end in self.ranges[begin : self.ends[index]].tolist():
+            file = self.files[number]
+            parts.append((file.read(start, end), file.end_of_text))
         return parts
 
     def read(self, indices: np.ndarray) -> MicroBatch:

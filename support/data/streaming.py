@@ -36,7 +36,7 @@ from support.data.row_files import reading, rows_of_files
 from support.data.rows import BadRow, Row, RowOptions, Source, check_kind
 from support.data.sequences import Padding, Part, Sequences, micro_batch
 from support.data.sources import announce
-from support.errors import UserError
+from support.errors import TrainingError, UserError
 from support.files.folders import files_of
 
 COMPARED_BYTES = 1 << 16  # of the beginning and the end of a file, in the digest of a stream
@@ -364,6 +364,37 @@ def open_stream(
     return train, validation, train.facts
 
 
+def _size_and_edges(file: Path) -> bytes:
+    """Return what the digest of a stream has of a file: its size, its beginning and its end."""
+    with open(file, "rb") as stream:
+        size, begin = os.fstat(stream.fileno()).st_size, stream.read(COMPARED_BYTES)
+        stream.seek(max(0, size - COMPARED_BYTES))
+        return f"\0{size}".encode() + begin + stream.read(COMPARED_BYTES)
+
+
+def _check_unchanged(known: dict[Path, tuple[int, bytes]], file: Path) -> None:
+    """Raise a TrainingError if a file of a stream is not the one that was opened.
+
+    Args:
+        known: for each file the time of its last modification, and a digest of `_size_and_edges`.
+    """
+    time, digest = known[file]
+    try:
+        # Most files keep their time. One whose time was set only is still the same.
+        if file.stat().st_mtime_ns == time:
+            return
+        if hashlib.sha256(_size_and_edges(file)).digest() == digest:
+            return
+        problem = "has changed"
+    except OSError as error:
+        problem = f"cannot be read any more ({error.strerror or error})"
+    raise TrainingError(
+        f"{file} {problem} since the run started, and --streaming reads it during training: do "
+        "not change the dataset until the run ends. With the same files --resume continues from a "
+        "checkpoint; other files need a new run."
+    )
+
+
 def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -> Source:
     """Open the training split of --dataset for --streaming; every rank must call it.
 
@@ -375,15 +406,15 @@ def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -
         digest.update(repr(options.columns).encode())
     if is_local_dataset(name):
         files = files_of(Path(name), name, args.include)
+        known = {}
         for file in files:
-            with reading(file), open(file, "rb") as stream:
-                size, begin = file.stat().st_size, stream.read(COMPARED_BYTES)
-                stream.seek(max(0, size - COMPARED_BYTES))
-                edges = begin + stream.read(COMPARED_BYTES)
-                digest.update(os.fsencode(file.name) + f"\0{size}".encode() + edges)
-        return Source(
-            digest.hexdigest(), {"train": functools.partial(rows_of_files, files, options)}
-        )
+            with reading(file):
+                time, content = file.stat().st_mtime_ns, _size_and_edges(file)
+            known[file] = time, hashlib.sha256(content).digest()
+            digest.update(os.fsencode(file.name) + content)
+        check = functools.partial(_check_unchanged, known)
+        rows = functools.partial(rows_of_files, files, options, check)
+        return Source(digest.hexdigest(), {"train": rows})
     from support.data.row_hub import builder_of, loading, rows_of_table
 
     # All ranks read the same commit, even if the dataset changes on the hub meanwhile.

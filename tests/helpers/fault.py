@@ -11,6 +11,7 @@
     signal:RANK:N      that rank receives SIGUSR1 as it reads its N-th micro-batch
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
     kill:RANK:N        that rank is killed (SIGKILL) at its N-th micro-batch
+    cut:RANK:N         as that rank reads its N-th micro-batch, half of each train.bin under --cache_dir is lost
     oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
     oom_above:RANK:N   that rank runs out of memory at each micro-batch of more than N sequences
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of
@@ -84,6 +85,11 @@ def request_stop() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
+def cut_cache() -> None:
+    for file in Path(sys.argv[sys.argv.index("--cache_dir") + 1]).glob("*/train.bin"):
+        os.truncate(file, file.stat().st_size // 2)
+
+
 def use_all_memory() -> None:
     import resource
 
@@ -98,8 +104,9 @@ def use_all_memory() -> None:
 def plant(kind: str, values: list[str]) -> None:
     import torch
 
-    if kind in ("crash", "hang", "kill", "signal"):
-        action = {"crash": crash, "hang": hang, "kill": kill, "signal": request_stop}[kind]
+    if kind in ("crash", "hang", "kill", "signal", "cut"):
+        actions = {"crash": crash, "hang": hang, "kill": kill, "signal": request_stop}
+        action = {**actions, "cut": cut_cache}[kind]
         break_steps(int(values[1]), action, rank=int(values[0]))
     elif kind == "oom":
         break_steps(int(values[0]), use_all_memory)

@@ -44,6 +44,20 @@ def test_killed_rank_ends_all_within_30_seconds(tmp_path):
     assert descendants_of_test() == []
 
 
+def test_token_cache_that_shrinks_ends_all_ranks_and_leaves_the_checkpoints(script, tmp_path):
+    """The next read finds it, on whichever rank it is."""
+    flags = [*WORK, "--max_steps", "9", "--save_every", "1", "--cache_dir", tmp_path / "cache"]
+    under = {"launcher": "torchrun", "ranks": 2}
+    run = script(*flags, **under, program=FAULT, env={"FAULT": "cut:1:5"}, ok=False)
+    losses = run.losses
+    assert run.code == 1 and run.results["status"] == "failed"
+    assert "train.bin" in run.error and str(tmp_path / "cache") in run.results["reason"]
+    assert 2 <= len(losses) <= 4
+    assert descendants_of_test() == []
+    resumed = script(*flags, "--batch_size", "4", "--resume", folder=run.folder)
+    assert len(resumed.losses) == 9 and resumed.losses[:2] == losses[:2]
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_loss_that_is_not_finite_stops_the_run(script, strategy):
     run = script(*WORK, "--strategy", strategy, program=FAULT, env={"FAULT": "nan:4"}, ok=False)

@@ -2,7 +2,9 @@
 one order.
 """
 
+import gzip
 import json
+import os
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -19,7 +21,8 @@ from support.data.corpus import open_split, split_sequences
 from support.data.mixture import mix
 from support.data.packing import pack
 from support.data.sequences import Padding, Sequences, shares_of
-from support.errors import UserError
+from support.data.token_file import TokenFile
+from support.errors import TrainingError, UserError
 from support.units import IGNORED
 
 LENGTH = 64
@@ -160,7 +163,8 @@ def part(folder, number, size):
     np.repeat(number * 1000 + np.arange(size), lengths).astype(np.int32).tofile(path)
     ends = lengths.cumsum()
     ranges = np.stack([ends - lengths, ends], axis=1)
-    return Sequences.of((str(path), "int32", None), ranges, Padding(64, 8))
+    file = TokenFile(str(path), "int32", int(lengths.sum()))
+    return Sequences.of(file, ranges, Padding(64, 8))
 
 
 def names(mixture, order):
@@ -194,7 +198,8 @@ def test_without_weights_an_epoch_has_everything_once(tmp_path):
 def test_sequences_of_different_lengths_and_with_positions(tmp_path):
     np.arange(32, dtype=np.uint16).tofile(tmp_path / "a.bin")
     ranges = np.array([[0, 16], [16, 32]])
-    text = Sequences.of((str(tmp_path / "a.bin"), "uint16", 20), ranges, Padding(16, 8))
+    file = TokenFile(str(tmp_path / "a.bin"), "uint16", 32, end_of_text=20)
+    text = Sequences.of(file, ranges, Padding(16, 8))
     mixture = mix([part(tmp_path, 1, 5), text])
     inputs, labels, positions = mixture.read(np.array([6, 2]))
     assert inputs.shape == (2, 16) and inputs[0].tolist() == list(range(16, 32))
@@ -221,3 +226,92 @@ def test_names_and_weights(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=said):
             parse_datasets(wrong)
+
+
+# ------------------------------------------------------------- files that change during training
+
+CHANGES = {
+    "cut": lambda path, size: os.truncate(path, size * 2 // 5),
+    "emptied": lambda path, size: os.truncate(path, 0),
+    "longer": lambda path, size: os.truncate(path, size + 4),
+}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_tokens_that_change_after_they_were_verified_are_not_trained_on(
+    pairs, tmp_path, change, packing
+):
+    prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path / "cache")
+    args = arguments(packing, validation_split=0.3)
+    opened = split_sequences(prepared, args, PADDING)[:2]
+    file = f"{prepared['folder']}/train.bin"
+    for sequences in opened:
+        sequences.read(np.arange(2))
+    change(file, os.stat(file).st_size)
+    for sequences in opened:  # any of them, also one that is read from what is left
+        with pytest.raises(TrainingError, match=f"{file} was changed"):
+            sequences.read(np.arange(1))
+
+
+def test_a_cache_that_is_removed_during_training_is_still_read(pairs, tmp_path):
+    prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path / "cache")
+    sequences, _ = open_split(prepared, "train", arguments(False), PADDING)
+    before = sequences.read(np.arange(40))
+    for file in os.scandir(prepared["folder"]):
+        os.unlink(file)
+    assert all(map(torch.equal, sequences.read(np.arange(40))[:2], before[:2]))
+    with pytest.raises(TrainingError, match=r"index\.bin"):
+        open_split(prepared, "train", arguments(False), PADDING)
+
+
+def test_an_index_that_changes_after_it_was_verified(pairs, tmp_path):
+    prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path / "cache")
+    os.truncate(f"{prepared['folder']}/train.index.bin", 96)
+    with pytest.raises(TrainingError, match=r"train\.index\.bin"):
+        open_split(prepared, "train", arguments(False), PADDING)
+
+
+ROW = json.dumps({"text": "the quick brown fox " * 40}) + "\n"
+TEXT = "the quick brown fox \u00e9\n" * 3000
+RANDOM = "".join(json.dumps({"text": os.urandom(200).hex()}) + "\n" for _ in range(200))
+STREAMED = {  # name: content, and the bytes that are left
+    "line.jsonl": (ROW.encode() * 300, len(ROW) * 200),
+    "half.jsonl": (ROW.encode() * 300, len(ROW) * 200 + 50),
+    "text.txt": (TEXT.encode(), len(TEXT) // 2),
+    "character.txt": (TEXT.encode(), TEXT.encode()[:40_000].rindex("\u00e9".encode()) + 1),
+    "rows.jsonl.gz": (gzip.compress(RANDOM.encode()), 20_000),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("read", [False, True])
+def test_a_streamed_file_that_is_cut_or_removed(tmp_path, name, read):
+    """While it is read, and before it is read again."""
+    content, left = STREAMED[name]
+    file = tmp_path / name
+    file.write_bytes(content)
+    stream = stream_of(file, tokenizer_of("gpt2"), max_steps=10_000)
+    steps = stream.step_batches(torch.device("cpu"))
+    if read:
+        next(steps)
+    os.truncate(file, left)
+    with pytest.raises(TrainingError, match=f"{file} has changed"):
+        for _ in steps:
+            pass
+
+
+def test_a_streamed_file_that_is_removed_or_touched(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(ROW * 20)
+    stream = stream_of(file, tokenizer_of("gpt2"), max_steps=10_000)
+    steps = stream.step_batches(torch.device("cpu"))
+    for number, step in enumerate(steps):
+        if number == 3:
+            os.utime(file, (1, 1))
+        if step.state["passes"] > 1:
+            break
+    file.unlink()
+    with pytest.raises(TrainingError, match="cannot be read any more"):
+        for _ in steps:
+            pass
