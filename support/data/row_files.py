@@ -25,6 +25,7 @@ from support.data.rows import (
     RowOptions,
     Source,
     columns_of_table,
+    format_of,
     read_row,
 )
 from support.errors import UserError, first_line
@@ -33,6 +34,7 @@ from support.files.folders import files_of
 from support.files.user_files import shown
 
 Item = TypeVar("Item")
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 
 
@@ -170,12 +172,28 @@ def _read_json(file: Path, options: RowOptions) -> RawRows:
         yield row, f"{file}, entry {number}"
 
 
+def _check_delimiter(file: Path, header: str, expected: str, options: RowOptions) -> None:
+    """Raise a UserError if the first line is one column, and several with another delimiter."""
+    columns = {each: next(csv.reader([header], delimiter=each), []) for each in DELIMITERS}
+    with contextlib.suppress(ValueError):
+        format_of(columns[expected], options)
+        return
+    found = max(columns, key=lambda each: len(columns[each]))
+    if len(columns[found]) > len(columns[expected]):
+        raise UserError(
+            f"{file} has {DELIMITERS[found]} between its columns, and a {type_of(file)} file must "
+            f"have {DELIMITERS[expected]}: convert it, for example with pandas: read_csv(FILE, "
+            f"sep={found!r}).to_csv(NEW, sep={expected!r}, index=False)."
+        )
+
+
 def _read_csv(file: Path, options: RowOptions) -> RawRows:
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is less than a long document
+    delimiter = "\t" if type_of(file) == ".tsv" else ","
     with _open_text(file, newline="") as stream:
-        rows = csv.DictReader(
-            stream, strict=True, delimiter="\t" if type_of(file) == ".tsv" else ","
-        )
+        _check_delimiter(file, stream.readline(), delimiter, options)
+        stream.seek(0)
+        rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
         names = rows.fieldnames or []
         if len({*names}) < len(names):
             raise UserError(f"{file} has two columns of one name: {', '.join(map(shown, names))}.")

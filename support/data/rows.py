@@ -9,6 +9,7 @@ document. A row that cannot be used is a `BadRow`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -125,6 +126,30 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
     return [column for column in (*read.values(), *also) if column in columns]
 
 
+def lists_in(value: Any, path: str = "") -> Iterator[str]:
+    """Yield where an object of a JSON file has lists of objects or texts, as paths for jq."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            is_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)
+            yield from lists_in(inner, f"{path}.{key if is_name else json.dumps(key)}")
+    elif path and isinstance(value, list) and value and isinstance(value[0], (dict, str)):
+        yield path
+
+
+def format_of_row(row: dict[str, Any], options: RowOptions) -> tuple[str, dict[str, str]]:
+    """Do what `format_of` does; the error also names a list in the row, which may be the rows."""
+    try:
+        return format_of(row, options)
+    except ValueError as error:
+        path = next(lists_in(row), None)
+        if path is None:
+            raise
+        raise ValueError(
+            f"{error}. It has a list under {path}: if that is the data, write its entries alone, "
+            f"one in each line (jq -c {shown(repr(path + '[]'))} FILE > NEW.jsonl)"
+        ) from error
+
+
 def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
     """Convert a text or an object with the keys of a format; `where` is its place, for messages."""
     if isinstance(row, BadRow):
@@ -134,7 +159,7 @@ def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
     try:
         if not isinstance(row, dict):
             raise ValueError("neither a text nor an object with keys such as text or messages")
-        name, columns = format_of(row, options)
+        name, columns = format_of_row(row, options)
         values = {key: row.get(column) for key, column in columns.items()}
         if name == "text":
             text = "" if values["text"] is None else values["text"]

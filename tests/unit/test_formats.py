@@ -105,6 +105,34 @@ def test_rows_of_a_json_file(tmp_path, content, texts):
     assert [row.pieces for row in rows] == [[text] for text in texts]
 
 
+# Files that another program wrote in another layout, and what the message must name.
+OTHER_LAYOUTS = {
+    "a.csv": ("text;label\nhello, you;1\n", "semicolons.*commas"),
+    "b.csv": ('"prompt"|"completion"\na|b\n', r"'\|'.*commas"),
+    "c.csv": ("question\tanswer\na\tb\n", r"tabs.*sep='\\t'"),
+    "d.tsv": ("text,label\na,b\n", "commas.*tabs"),
+    "a.json": ('{"data": [{"text": "a"}]}', r"jq -c '\.data\[\]'"),
+    "b.json": ('{\n"version": 1,\n"my data": {"train": [{"text": "a"}]}}', r'"my data"\.train\[\]'),
+    "c.jsonl": ('{"rows": [{"messages": []}]}\n', r"jq -c '\.rows\[\]'"),
+    "d.json": ('{"texts": ["a", "b"]}', r"jq -c '\.texts\[\]'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_a_file_in_another_layout_is_refused_with_the_remedy(tmp_path, name):
+    content, named = OTHER_LAYOUTS[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=f"{name}.*{named}"):
+        for row in rows_of_file(tmp_path / name, RowOptions()):
+            raise row if isinstance(row, BadRow) else AssertionError(row)
+
+
+def test_a_column_with_another_delimiter_in_its_name(tmp_path):
+    (tmp_path / "a.csv").write_text("a;b\nx;y\n")
+    [row] = rows_of_file(tmp_path / "a.csv", RowOptions((("text", "a;b"),)))
+    assert row.pieces == ["x;y"]
+
+
 def test_a_named_column_decides():
     options = RowOptions((("text", "output"),))
     assert read_row(ALPACA, "line 1", options).pieces == ["3"]
