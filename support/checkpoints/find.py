@@ -15,7 +15,7 @@ from support.tables import OPTIMIZERS
 Found = tuple[Path, dict]  # a checkpoint's folder and its manifest
 
 # Entries that earlier versions did not write, and their value in the runs of those versions.
-VALUES_BEFORE = {"isolate_documents": False, "packing": False}
+VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
 
 
 def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:

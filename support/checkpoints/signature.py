@@ -11,6 +11,8 @@ import os
 
 from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
 from support.cluster.context import DistContext
+from support.data.chat import rendering_of
+from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
 from support.train_state import full_shape, unwrapped
 
@@ -49,18 +51,28 @@ def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model)
         # The frozen weights are not part of a checkpoint.
         frozen = f"random, from seed {args.seed}" if spec.random else "as they came"
         must_match["frozen weights"] = frozen + (", in 4 bits" if spec.load_in_4bit else "")
-    # Whether a stream contains conversations is not known in advance.
-    may_be_chat = args.streaming or dataset["kind"] in ("chat", "mixed")
+    # Whether a stream contains conversations or documents is not known in advance.
+    may_be_chat, may_be_text = (
+        args.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
+    )
+    validation = dataset.get("validation") or {}
     revision = f"@{args.model_revision}" if args.model_revision else ""
     should_match = flags_signature(args, ctx.world_size)["soft"] | {
         "model": os.path.normpath(args.model) + revision,
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],
-        "validation": (dataset.get("validation") or {}).get("sha256"),
+        "validation": validation.get("sha256"),
+        # A chat template may write the date, so the digest of the text is not enough.
+        "tokens_sha256": dataset.get("tokens_sha256"),
+        "validation_tokens_sha256": validation.get("tokens_sha256"),
+        "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
     informational = {name: getattr(args, name) for name in INFORMATIONAL_FLAGS}
+    # The tokens of a stream are not known in advance; those of its template change with the date.
+    rendering = rendering_of(spec.tokenizer) if args.streaming else None
     informational |= {
+        "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
         "precision": ctx.precision,
         "fsdp_reduce_dtype": "bf16" if args.fsdp.reduce_in_bf16 else None,

@@ -100,7 +100,7 @@ class Arguments:
         prompt_column: column or key of the prompt
         completion_column: column or key of the completion, which is trained on
         validation_file: file or folder to evaluate on (default: the corpus's own validation split)
-        validation_split: share to hold out for evaluation (default: 0.1 without a validation split)
+        validation_split: share to hold out, 0: none (default: 0.1 without a validation split)
         max_bad_rows: skip up to N rows that cannot be used, and name them
         chat_template: Jinja template of conversations (default: the tokenizer's, else a plain one)
         streaming: read and tokenize while training; needs --max_steps
@@ -229,7 +229,7 @@ class Arguments:
     prompt_column: str | None = flag(None, kinds.word)
     completion_column: str | None = flag(None, kinds.word)
     validation_file: str | None = flag(None, kinds.name, "FILE")
-    validation_split: float | None = flag(None, kinds.real(1, below=True), "SHARE")
+    validation_split: float | None = flag(None, kinds.probability, "SHARE")
     max_bad_rows: int = flag(0, kinds.natural_int, "N")
     chat_template: str | None = flag(None, kinds.name, "FILE")
     streaming: bool = False

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import numpy as np
-
 from support import console
 from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
 from support.data.opening import open_tokenized
+from support.data.sequences import Padding, micro_batch
 from support.errors import EXIT_COMPLETED
 from support.model import resolve as models
 from support.units import IGNORED
@@ -21,12 +20,16 @@ def show_sample(args: Arguments, ctx: DistContext) -> int:
         from support.data import streaming
 
         stream, _, _ = streaming.open_stream(args, ctx, tokenizer)
-        inputs, labels = next(stream.step_batches(ctx.device)).micro_batches[0][:2]
+        parts = stream.first_sequence()
     else:
         train, _, _ = open_tokenized(args.replace(eval_only=False), ctx, tokenizer)
-        inputs, labels = train.read(np.arange(1))[:2]
+        parts = train.parts(0)
     if ctx.is_main:
-        for line in describe(inputs[0].tolist(), labels[0].tolist(), tokenizer):
+        # Without padding, whose id may be that of a token at the end.
+        length = sum(len(ids) for ids, _ in parts)
+        padding = Padding.of(args, ctx.device.type)
+        inputs, labels = (row[0, :length].tolist() for row in micro_batch([parts], padding)[:2])
+        for line in describe(inputs, labels, tokenizer):
             console.write(line)
     return EXIT_COMPLETED
 
@@ -35,11 +38,9 @@ def describe(ids: list[int], labels: list[int], tokenizer: Any) -> list[str]:
     """Return a heading, and one line for each token: position, id, mark, text.
 
     Args:
-        ids, labels: of a sequence; padding with id 0 at its end is left out.
+        ids, labels: of a sequence, without padding.
     """
     length = len(ids)
-    while length and ids[length - 1] == 0 and labels[length - 1] == IGNORED:
-        length -= 1
     # The first token is not predicted from anything.
     trained = [position > 0 and labels[position] != IGNORED for position in range(length)]
     lines = [

@@ -3,14 +3,17 @@
 The loss counts the valid ones: those of the assistant's messages, or the completion.
 """
 
+import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 
 from support.cli.arguments import Arguments
+from support.data.special_tokens import start_of
 from support.errors import UserError, first_line
 from support.files.user_files import shown
 
@@ -27,6 +30,14 @@ PLAIN_TEMPLATE = (
 PLAIN_NOTICE = (
     "This tokenizer has no chat template, so conversations get a plain one (### User: …): "
     "use --chat_template FILE for another one."
+)
+LINE_BREAK_NOTICE = (
+    "The chat template has a line break between an answer and the end token {token!r}: both are "
+    "trained, so the model learns to write a line break and to stop."
+)
+NO_END_NOTICE = (
+    "No answer ends with a trained end token{among}, so the model would not learn to stop: "
+    "{remedy}."
 )
 # Stands for an assistant's text when a conversation is rendered to find the position of the text;
 # the characters around the number are from Unicode's private use area.
@@ -65,7 +76,7 @@ def convert(row: dict[str, Any], template: str | dict | None) -> dict[str, Any]:
         if key in row:
             return {"kind": "chat", "messages": system + _messages(row, key)}
     if "instruction" in row:
-        return _alpaca(row, system, as_chat=template not in (None, "", PLAIN_TEMPLATE))
+        return _alpaca(row, system, as_chat=bool(template) and not is_plain(template))
     if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
         prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
         name = "prompt and completion, each a list of messages"
@@ -131,13 +142,15 @@ class Encoder:
 
     {% generation %} blocks of the chat template determine the valid tokens. Without them the
     conversation is rendered a second time, with marks in place of the assistant's texts. The valid
-    tokens are those at the marks, and the special token that follows and ends the turn.
+    tokens are those at the marks, and the special token that follows and ends the turn, with the
+    white space before it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.marks_itself = re.search(r"\{%-?\s*generation\b", _template_of(tokenizer)) is not None
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
+        self.start = start_of(tokenizer)
 
     def encode(self, row: Any) -> np.ndarray:
         """Return the ids of a row, int32 [tokens].
@@ -169,10 +182,11 @@ class Encoder:
         The prompt is encoded alone because it is alone when the trained model is used.
         """
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        before = self.tokenizer(prompt, verbose=False)["input_ids"]
-        if end and before[-1:] == end:  # some tokenizers append it to every text
-            before = before[:-1]
-        after = self.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
+        before, after = (
+            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            for text in (prompt, completion)
+        )
+        before = self.start + before
         ids = before + after + end
         if not after or not completion.strip() or len(ids) < 2:
             raise ValueError("the completion is empty")
@@ -242,12 +256,38 @@ class Encoder:
             )
         ranges, start = [], len(around[0])
         for answer, suffix in pairs:
-            # Llama 2's template has a space before the special token that ends the turn.
-            blanks = len(suffix) - len(suffix.lstrip(" "))
-            ends = (blanks + len(t) for t in self.special if suffix.startswith(t, blanks))
-            ranges.append((start, start + len(answer) + next(ends, 0)))
+            ranges.append((start, start + len(answer) + self._length_of_end(suffix)))
             start += len(answer) + len(suffix)
         return ranges
+
+    def _length_of_end(self, suffix: str) -> int:
+        """Return the characters of the special token that ends the turn, at the start of a suffix.
+
+        Llama 2's template has a space before it. Other white space is included only before a token
+        that ends conversations, as the next turn may begin with another one.
+        """
+        blanks = len(suffix) - len(suffix.lstrip())
+        ends = self.special if not suffix[:blanks].strip(" ") else self.ends_of_turns
+        found = next((token for token in ends if suffix.startswith(token, blanks)), None)
+        return blanks + len(found) if found else 0
+
+    @cached_property
+    def after_answer(self) -> str:
+        """What the template puts after the last answer; "" if it refuses a short conversation."""
+        mark = MARK.format(0)
+        question = {"role": "user", "content": "a"}
+        try:
+            text = self.render([question, {"role": "assistant", "content": mark}])
+        except ValueError:
+            return ""
+        return text.rpartition(mark)[2]
+
+    @cached_property
+    def ends_of_turns(self) -> list[str]:
+        """The special tokens that end a conversation: the end-of-text token, and the template's."""
+        suffix = self.after_answer.lstrip()
+        at_end = next((token for token in self.special if suffix.startswith(token)), None)
+        return [token for token in (at_end, self.tokenizer.eos_token) if token]
 
 
 def _masked(ids: list[int], mask: np.ndarray) -> np.ndarray:
@@ -262,16 +302,76 @@ def _template_of(tokenizer: Any) -> str:
     return (template.get("default") if isinstance(template, dict) else template) or ""
 
 
+def is_plain(template: str | dict | None) -> bool:
+    """Return whether a chat template is the one of `use_plain_template`."""
+    return isinstance(template, str) and template.endswith(PLAIN_TEMPLATE)
+
+
 def use_plain_template(tokenizer: Any) -> bool:
-    """Set PLAIN_TEMPLATE on a tokenizer without a template; return whether it has this one.
+    """Set a plain template on a tokenizer without a template; return whether it has this one.
+
+    Conversations then begin as the tokenizer begins other texts.
 
     Raises:
         UserError: the tokenizer is a slow one, which does not give the characters of a token.
     """
     if not tokenizer.is_fast:
         raise UserError("Conversations need a model with a fast tokenizer (tokenizer.json).")
-    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
-    return tokenizer.chat_template == PLAIN_TEMPLATE
+    if not tokenizer.chat_template:
+        start = "".join(tokenizer.convert_ids_to_tokens(start_of(tokenizer)))
+        begin = f"{{{{ {json.dumps(start)} }}}}" if start else ""
+        tokenizer.chat_template = begin + PLAIN_TEMPLATE
+    return is_plain(tokenizer.chat_template)
+
+
+def rendering_of(tokenizer: Any) -> str | None:
+    """Return a short conversation in the tokenizer's template; None if it has or allows none."""
+    said = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    try:
+        return Encoder(tokenizer).render(said) if _template_of(tokenizer) else None
+    except (UserError, ValueError):
+        return None
+
+
+def notices_about(tokenizer: Any) -> list[str]:
+    """Return what to tell about the chat template of conversations; it is set if it is missing."""
+    if use_plain_template(tokenizer):
+        return [PLAIN_NOTICE]
+    encoder = Encoder(tokenizer)
+    suffix = encoder.after_answer
+    blanks = suffix[: len(suffix) - len(suffix.lstrip())]
+    if encoder.marks_itself or "\n" not in blanks or not encoder._length_of_end(suffix):
+        return []
+    return [LINE_BREAK_NOTICE.format(token=encoder.ends_of_turns[0])]
+
+
+def no_end_notice(tokenizer: Any, kind: str, is_cut: bool, read: int | None) -> str:
+    """Return what to tell if no answer ends with a trained end token (`end_finder`).
+
+    Args:
+        kind: "chat" or "pair".
+        is_cut: there are answers with one, but all after the first --seq_length tokens.
+        read: the number of examples that were read; None: all.
+    """
+    eos = tokenizer.eos_token
+    if is_cut:
+        remedy = "--seq_length cuts off the end of all of them: use a larger one"
+    elif not eos:
+        remedy = "the tokenizer has no end-of-text token (eos_token): use a model that has one"
+    elif kind == "chat" and Encoder(tokenizer).marks_itself:
+        remedy = (
+            f"put the end token, such as {eos!r} ({{{{ eos_token }}}}), into the "
+            "{% generation %} block of the chat template (--chat_template FILE)"
+        )
+    else:
+        end = shown(repr(Encoder(tokenizer).after_answer), 40)
+        remedy = (
+            f"after an answer the chat template has {end}, which is no special token of this "
+            f"tokenizer. End each answer with {eos!r} ({{{{ eos_token }}}}) in a --chat_template "
+            "FILE, or use a model whose tokenizer has the template's end token"
+        )
+    among = f" (in the first {read} rows)" if read else ""
+    return NO_END_NOTICE.format(among=among, remedy=remedy)
 
 
 class Prompt(NamedTuple):
@@ -279,6 +379,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]  # its token ids
     is_chat: bool  # whether they are a conversation with the text as the user's message
+    start: int = 0  # the number of ids at the beginning that the tokenizer adds to a text
 
 
 def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
@@ -296,10 +397,12 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
             rendered = Encoder(tokenizer).render(messages, add_generation_prompt=True)
         except (UserError, ValueError) as error:
             raise UserError(f"--generate: {error}: use another --chat_template FILE.") from error
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    # A chat template writes the token that begins a text itself.
+    start = [] if is_chat else start_of(tokenizer)
+    ids = start + tokenizer(rendered, add_special_tokens=False)["input_ids"]
     if not ids:
         raise UserError(f"--generate {text!r}: this model's tokenizer returns no token for it.")
-    return Prompt(ids, is_chat)
+    return Prompt(ids, is_chat, len(start))
 
 
 def prompt_for(args: Arguments, tokenizer: Any, dataset: dict) -> Prompt:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from support import console
 from support.cli.arguments import Arguments, held_out_share, isolates_documents
 from support.cluster.context import DistContext
 from support.data import tokenize
@@ -23,7 +24,16 @@ def open_corpus(
     """Do what `opening.open_tokenized` does for the dataset `name`."""
     prepared = tokenize.tokenize_corpus(args, ctx, tokenizer, name)
     train, validation, facts = split_sequences(prepared, args, Padding.of(args, ctx.device.type))
-    tokenize.print_splits(facts, tokenizer)
+    tokenize.print_splits(facts, tokenizer, "articles" if name == "wikitext" else "rows")
+    if facts.get("train", {}).get("trained_ends") == 0:
+        is_cut = prepared["splits"]["train"]["ended"] > 0
+        tokenize.warn_of_no_end(tokenizer, facts["train"]["kind"], is_cut)
+    if not args.eval and "kind" not in facts["validation"] and validation.num_sequences:
+        # They stay held out, so that runs with and without evaluations train on the same data.
+        console.print0(
+            "📚 --no_eval: the validation sequences are held out of the training data and not "
+            "used: --validation_split 0 trains on them"
+        )
     nothing = {"sha256": None, "tokens": 0, "blocks": 0, "kind": facts["validation"].get("kind")}
     found = {"validation": facts["validation"], "bad_rows": prepared["bad_rows"]}
     return train, validation, {"name": name, **facts.get("train", nothing), **found}
@@ -36,7 +46,7 @@ def split_sequences(
 
     If the corpus has no validation split, or with --validation_split, a share of the training
     sequences is held out: the end of a token stream, or randomly drawn examples. A corpus of one
-    sequence holds out none.
+    sequence holds out none, nor does --validation_split 0.
 
     Raises:
         UserError: the corpus or --validation_file is shorter than one sequence.
@@ -54,7 +64,8 @@ def split_sequences(
         )
     if not validation.num_sequences and "train" in facts:
         share, size = held_out_share(args), train.num_sequences
-        count = min(max(1, int(size * share) if share else size // 10), max(0, size - 1))
+        count = max(1, size // 10 if share is None else int(size * share)) if share != 0 else 0
+        count = min(count, max(0, size - 1))
         train, validation = train.hold_out(count, at_random=facts["train"]["kind"] != "text")
         facts["validation"] = {"blocks": count}
     # After the split, so that the same examples are held out with and without --packing.
@@ -87,15 +98,18 @@ def open_split(
     """
     split, length = prepared["splits"][name], args.seq_length
     path, end_of_text = f"{prepared['folder']}/{name}", None
-    facts = {key: split[key] for key in ("kind", "formats", "rows", "tokens", "sha256")}
+    copied = ("kind", "formats", "rows", "tokens", "sha256", "tokens_sha256")
+    facts = {key: split[key] for key in copied}
     facts |= {"truncated": 0, "skipped": split["empty"]}
     if split["kind"] in ("chat", "pair"):
-        items = 3 * split["rows"]
-        index = TokenFile(f"{path}.index.bin", "int64", items).read(0, items).reshape(-1, 3)
+        items = 4 * split["rows"]
+        index = TokenFile(f"{path}.index.bin", "int64", items).read(0, items).reshape(-1, 4)
         ends = np.minimum(index[:, 1], index[:, 0] + length)
         usable = index[:, 2] < ends  # a target remains after truncation
         facts["truncated"] = int((usable & (index[:, 1] > ends)).sum())
         facts["skipped"] = int((~usable).sum())
+        stops = (index[:, 3] > index[:, 0]) & (index[:, 3] <= ends)
+        facts["trained_ends"] = int((usable & stops).sum())
         ranges = np.stack([index[:, 0], ends], axis=1)[usable]
     else:
         if args.packing and split["tokens"]:

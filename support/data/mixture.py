@@ -49,6 +49,7 @@ def open_mixture(
         "formats": list(dict.fromkeys(name for entry in entries for name in entry["formats"])),
         **{key: sum(e[key] for e in entries) for key in ("rows", "tokens", "truncated", "skipped")},
         "sha256": digest_of_json([[entry["sha256"], entry["weight"]] for entry in entries]),
+        "tokens_sha256": digest_of_json([entry["tokens_sha256"] for entry in entries]),
         "blocks": mixture.num_sequences,
         "validation": {
             "blocks": evaluated.num_sequences,

@@ -11,8 +11,8 @@ from support.data.sources import announce
 from support.errors import UserError
 
 NOTHING_TO_EVALUATE = (
-    "There is nothing to evaluate on: a corpus of one sequence, or a stream without "
-    "--validation_file"
+    "There is nothing to evaluate on: a corpus of one sequence, --validation_split 0, or a stream "
+    "without --validation_file"
 )
 
 

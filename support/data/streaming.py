@@ -36,6 +36,7 @@ from support.data.row_files import reading, rows_of_files
 from support.data.rows import BadRow, Row, RowOptions, Source, check_kind
 from support.data.sequences import Padding, Part, Sequences, micro_batch
 from support.data.sources import announce
+from support.data.special_tokens import document_start, end_finder
 from support.errors import TrainingError, UserError
 from support.files.folders import files_of
 
@@ -53,8 +54,12 @@ START: dict[str, Any] = {"row": 0, "pass": 0, "first": 0, "rows": None, "part": 
 COUNTS = {"counted": 0, "truncated": 0, "skipped": 0}
 NEW_SLOT: dict[str, Any] = {"reader": START, "offset": 0, "chunk": 0, "used": 0, "counts": COUNTS}
 NO_KIND: dict[str, Any] = {"kind": None, "formats": []}  # see `rows.check_kind`
+# Of the examples that were read: those with an answer that ends with a trained end token within
+# --seq_length, those that have it behind, and all.
+NO_ENDS = {"trained": 0, "cut": 0, "examples": 0}
 # The state of this rank after a step: of its slots, number of bad rows and of units read, passes.
 NEW_STREAM: dict[str, Any] = {"slots": {}, "bad": 0, "rows": 0, "passes": 0, **NO_KIND}
+NEW_STREAM |= {"ends": NO_ENDS}
 
 # Position of a unit, its tokens that are in earlier chunks, and all its tokens.
 Ids = tuple[dict, int, np.ndarray]
@@ -65,7 +70,7 @@ class Unit(NamedTuple):
 
     state: dict  # its position, as START
     slot: int
-    begins: bool  # whether an end-of-text token precedes it
+    begins: bool  # whether it does not directly follow the previous piece of its slot
     row: Row
     piece: tokenize.Piece | None  # of a text file
 
@@ -82,6 +87,9 @@ class Stream:
         # The thread has a copy, because rank 0 may save the original at the same time.
         self.documents = tokenize.DocumentTokenizer(copy.deepcopy(tokenizer))
         self.encoder = Encoder(self.documents.tokenizer)
+        self.end_of_answer, self.ends = end_finder(tokenizer), dict(NO_ENDS)
+        # The ids before the first document, and before each later one.
+        self.first, self.later = (document_start(tokenizer, is_first) for is_first in (True, False))
         self.num_slots = global_batch(args, ctx.world_size)
         self.order_of_group = functools.lru_cache(2)(
             lambda group: np.random.default_rng([args.seed, group]).permutation(self.num_slots)
@@ -154,12 +162,25 @@ class Stream:
             self._live = batches.copy_ahead(self._ahead, device)
         for step_batch in self._live:
             before, self.state = self.state, step_batch.state  # the state after it
-            if not before["kind"]:
-                kind, formats = (self.state[name] for name in NO_KIND)
-                tokenize.print_format(formats, kind, self.tokenizer)
-            for row in list(self.bad)[before["bad"] : self.state["bad"]]:
-                console.warn(f"Left out: {row}")
+            self._print_changes(before, self.state)
             yield step_batch
+
+    def first_sequence(self) -> list[Part]:
+        """Return the parts of this rank's first sequence, instead of step batches."""
+        parts = next(self.sequences[min(self.slots)])
+        self._print_changes(NEW_STREAM, self._state_of_reading())
+        return parts
+
+    def _print_changes(self, before: dict, after: dict) -> None:
+        """Print the format of the first rows, whether their answers end, and new bad rows."""
+        if not before["kind"]:
+            kind, formats, ends = (after[name] for name in (*NO_KIND, "ends"))
+            tokenize.print_format(formats, kind, self.tokenizer)
+            if kind != "text" and not ends["trained"]:
+                is_cut, read = ends["cut"] > 0, ends["examples"]
+                tokenize.warn_of_no_end(self.tokenizer, kind, is_cut, read)
+        for row in list(self.bad)[before["bad"] : after["bad"]]:
+            console.warn(f"Left out: {row}")
 
     # ------------------------------------------------------------- in the thread that reads ahead
 
@@ -168,14 +189,18 @@ class Stream:
             sequences = [[next(self.sequences[n]) for n in numbers] for numbers in self.layout]
             tokens = sum(len(ids) for some in sequences for parts in some for ids, _ in parts)
             stacked = [micro_batch(some, self.padding, self.args.packing) for some in sequences]
-            state = {
-                "slots": {str(number): copy.deepcopy(slot) for number, slot in self.slots.items()},
-                "bad": len(self.bad),
-                "rows": self.last["row"] + 1,
-                "passes": self.last["pass"],
-                **copy.deepcopy(self.kinds),
-            }
-            yield batches.StepBatch(stacked, tokens, state)
+            yield batches.StepBatch(stacked, tokens, self._state_of_reading())
+
+    def _state_of_reading(self) -> dict[str, Any]:
+        """Return the state of this rank after what was read, as NEW_STREAM."""
+        return {
+            "slots": {str(number): copy.deepcopy(slot) for number, slot in self.slots.items()},
+            "bad": len(self.bad),
+            "rows": self.last["row"] + 1,
+            "passes": self.last["pass"],
+            **copy.deepcopy(self.kinds),
+            "ends": dict(self.ends),
+        }
 
     def _sequences_of(self, number: int) -> Iterator[list[Part]]:
         """Yield the parts of each sequence of a slot, and update the state of the slot.
@@ -252,7 +277,7 @@ class Stream:
 
         A slot gets a whole row, or a whole article of WikiText. A text file is assigned in pieces,
         so that all slots have a share of a single file. If the next piece of a slot does not
-        directly follow its previous one, an end-of-text token separates the two.
+        directly follow its previous one, it begins as a document does.
         """
         number, first, start, skip = state["row"], state["first"], state["rows"], state["part"]
         for passes in itertools.count(state["pass"]):
@@ -266,7 +291,7 @@ class Stream:
                     pieces = self.documents.pieces(row.pieces)
                 for part, piece in itertools.islice(enumerate(pieces), skip, None):
                     slot = self._slot_of(number)
-                    begins = number > 0 and not (part and slot == self._slot_of(number - 1))
+                    begins = not (number and part and slot == self._slot_of(number - 1))
                     place = {"pass": passes, "first": first, "rows": position}
                     yield Unit({"row": number, "part": part, **place}, slot, begins, row, piece)
                     number += 1
@@ -288,10 +313,11 @@ class Stream:
                 raise UserError(TEXT_IS_PACKED)
             # A row is one piece, or several if it is long.
             pieces = [unit.piece] if unit.piece else list(self.documents.pieces(unit.row.pieces))
-            eos = self.tokenizer.eos_token_id
-            separator = np.array([eos] if unit.begins and eos is not None else [], np.int64)
+            start = self.later if unit.state["row"] else self.first
+            start = start if unit.begins else []
             if pieces:
-                ids = np.concatenate([separator, *self.documents.encode(pieces)]).astype(int)
+                parts = [np.array(start, np.int64), *self.documents.encode(pieces)]
+                ids = np.concatenate(parts).astype(int)
             flaw = "" if pieces else "skipped"
         else:
             if unit.row.kind == "chat":
@@ -304,6 +330,11 @@ class Stream:
             flaw = "truncated" if len(encoded) > len(ids) else ""
             if not (ids[1:] >= 0).any():  # no target remains
                 ids, flaw = None, "skipped"
+            else:
+                end = self.end_of_answer(encoded)
+                self.ends["trained"] += 0 < end <= len(ids)
+                self.ends["cut"] += end > len(ids)
+                self.ends["examples"] += 1
         row = unit.state["row"]
         if flaw and unit.state["pass"] == 0 and row >= counts["counted"]:
             counts[flaw] += 1
@@ -360,7 +391,7 @@ def open_stream(
             validation = validation.pack()
             facts["blocks"] = validation.num_sequences
         train.facts["validation"] = {**facts, "bad_rows": prepared["bad_rows"]}
-        tokenize.print_splits({"validation": train.facts["validation"]}, tokenizer)
+        tokenize.print_splits({"validation": train.facts["validation"]}, tokenizer, "rows")
     return train, validation, train.facts
 
 

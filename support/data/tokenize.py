@@ -1,9 +1,11 @@
 """Tokenize a corpus once, and keep the result on disk.
 
 A split is a flat array of token ids, `<split>.bin`. Documents become one long stream, with an
-end-of-text token between them. Examples follow each other; a token t without a loss is stored as
-~t, and `<split>.index.bin` has [start, end, first target] of each example. Neither depends on the
-length of a sequence, so one cached corpus serves every --seq_length.
+end-of-text token between them, and before each what the tokenizer puts before a text. Examples
+follow each other; a token t without a loss is stored as ~t, and `<split>.index.bin` has [start,
+end, first target, end of the first answer that ends with a trained end token] of each example; the
+last is start if there is none. Neither depends on the length of a sequence, so one cached corpus
+serves every --seq_length.
 
 Long documents are tokenized in pieces, with exactly the ids of the whole document. A text is cut
 after a line break, or else before a space, where tokens(left + right) = tokens(left) +
@@ -27,10 +29,11 @@ from support.cli.arguments import Arguments
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
 from support.data.sources import open_source
+from support.data.special_tokens import document_start, end_finder, start_of
 from support.errors import UserError
 from support.files.cache import Cache, cache_folder
 
-CACHE_VERSION = 10  # increase it when the layout of the cache or the tokenization changes
+CACHE_VERSION = 11  # increase it when the layout of the cache or the tokenization changes
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
 BATCH_PIECES = 32  # tokenized by one call, which uses all cores
 # Characters on each side of a cut that are tokenized to check it. Two lengths, so that a pattern
@@ -69,18 +72,34 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
     return prepared
 
 
-def print_splits(facts: dict[str, dict], tokenizer: Any) -> None:
-    """Print the formats, and one line for each split; `facts` has counts of corpus.open_split."""
+def print_splits(facts: dict[str, dict], tokenizer: Any, unit: str) -> None:
+    """Print the formats, and one line for each split.
+
+    Args:
+        facts: for each split, counts of corpus.open_split.
+        unit: what a row of the corpus is: "rows" or "articles".
+    """
     rows = [split for split in facts.values() if "kind" in split]
     kinds = [split["kind"] for split in rows]
     formats = dict.fromkeys(name for split in rows for name in split["formats"])
     print_format(formats, "chat" if "chat" in kinds else kinds[0], tokenizer)
     for name, split in facts.items():
-        keys = [k for k in ("rows", "tokens", "blocks", "truncated", "skipped") if split.get(k)]
-        counts = [f"{split[key]:,} {key.replace('blocks', 'sequences')}" for key in keys]
-        if "padding_share" in split:
-            counts.append(f"{split['padding_share']:.1%} padding")
-        console.print0(f"📚 {name}: {', '.join(counts)}")
+        console.print0(f"📚 {name}: {', '.join(_counts(split, unit)) or 'nothing'}")
+
+
+def _counts(split: dict, unit: str) -> Iterator[str]:
+    """Yield what to print of the counts of a split."""
+    skipped, is_text = split.get("skipped", 0), split.get("kind") == "text"
+    # Lines before the first title are no article.
+    rows = split.get("rows", 0) - (skipped if unit == "articles" else 0)
+    numbers = {unit: rows, "tokens": split.get("tokens"), "sequences": split["blocks"]}
+    yield from (f"{number:,} {name}" for name, number in numbers.items() if number)
+    if split.get("truncated"):
+        yield f"{split['truncated']:,} truncated"
+    if skipped and unit != "articles":
+        yield f"{skipped:,} skipped ({'empty' if is_text else 'no target within --seq_length'})"
+    if "padding_share" in split:
+        yield f"{split['padding_share']:.1%} padding"
 
 
 def print_format(formats: Iterable[str], kind: str | None, tokenizer: Any) -> None:
@@ -88,9 +107,16 @@ def print_format(formats: Iterable[str], kind: str | None, tokenizer: Any) -> No
     if kind == "chat":
         from support.data import chat
 
-        if chat.use_plain_template(tokenizer):
-            console.warn(chat.PLAIN_NOTICE)
+        for notice in chat.notices_about(tokenizer):
+            console.warn(notice)
     console.print0(f"🔎 Format: {', '.join(formats)} ({kind or 'text'})")
+
+
+def warn_of_no_end(tokenizer: Any, kind: str, is_cut: bool, read: int | None = None) -> None:
+    """Print that no answer ends with a trained end token; see `chat.no_end_notice`."""
+    from support.data import chat
+
+    console.warn(chat.no_end_notice(tokenizer, kind, is_cut, read))
 
 
 def tokenize_once(
@@ -108,12 +134,16 @@ def tokenize_once(
         max_bad_rows: maximum number of rows that cannot be used.
     Returns:
         {folder, end_of_text (the id, or None), bad_rows (a line about each), splits: {name: {dtype,
-        kind, formats, tokens, rows, empty, sha256 of the text}}}, as JSON.
+        kind, formats, tokens, rows, empty, ended (examples with a trained end token), sha256 of the
+        text, tokens_sha256 of the tokens, which a chat template may change with the date}}}, as
+        JSON.
     Raises:
         UserError: the cache or the text cannot be read, or there are too many bad rows.
     """
     template = json.dumps(tokenizer.chat_template)
-    texts = (str(CACHE_VERSION), source.fingerprint, tokenizer_fingerprint(tokenizer), template)
+    texts = [str(CACHE_VERSION), source.fingerprint, tokenizer_fingerprint(tokenizer), template]
+    # The fingerprint of a tokenizer that is not a fast one does not have what it adds to a text.
+    texts.append(repr(start_of(tokenizer)))
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
     def write(folder: Path) -> dict:
@@ -161,8 +191,10 @@ def _write_split(
     refuse: Callable[[BadRow], None],
 ) -> dict:
     """Write the files of a split, whose names begin with `path`; return its facts."""
-    facts: dict[str, Any] = {"kind": None, "formats": [], "tokens": 0, "rows": 0, "empty": 0}
-    digest, index = hashlib.sha256(), list[tuple[int, int, int]]()
+    facts: dict[str, Any] = {"kind": None, "formats": []}
+    facts |= {"tokens": 0, "rows": 0, "empty": 0, "ended": 0}
+    digest, tokens_digest = hashlib.sha256(), hashlib.sha256()
+    index, end_of_answer = list[tuple[int, int, int, int]](), end_finder(tokenizer)
     usable = _usable(rows, facts, refuse)
     usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
     has_examples = facts["kind"] in ("chat", "pair")
@@ -177,16 +209,22 @@ def _write_split(
         encoded = _encode_documents(usable, tokenizer, digest)
     with open(f"{path}.bin", "wb") as file:
         for ids, characters in encoded:
-            file.write(ids.astype(dtype).tobytes())
+            content = ids.astype(dtype).tobytes()
+            file.write(content)
+            tokens_digest.update(content)
             start, end = facts["tokens"], facts["tokens"] + len(ids)
             facts["tokens"] = end
             if has_examples:  # the first token is not predicted from anything
-                index.append((start, end, start + 1 + int((ids[1:] >= 0).argmax())))
+                target = start + 1 + int((ids[1:] >= 0).argmax())
+                answer = end_of_answer(ids)
+                facts["ended"] += bool(answer)
+                index.append((start, end, target, start + answer))
             advance(characters)
     if has_examples:
         np.array(index, np.int64).tofile(f"{path}.index.bin")
         facts["rows"] = len(index)
-    return {"dtype": dtype, **facts, "sha256": digest.hexdigest()}
+    digests = {"sha256": digest.hexdigest(), "tokens_sha256": tokens_digest.hexdigest()}
+    return {"dtype": dtype, **facts, **digests}
 
 
 def _usable(rows: PlacedRows, facts: dict, refuse: Callable[[BadRow], None]) -> Iterator[Row]:
@@ -204,8 +242,8 @@ def _encode_documents(
     rows: Iterable[Row], tokenizer: Any, digest: Any
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the ids of one stream, and their characters; the text goes to the digest."""
-    documents, end_of_text = DocumentTokenizer(tokenizer), tokenizer.eos_token_id
-    separator = np.array([] if end_of_text is None else [end_of_text], np.uint32)
+    documents = DocumentTokenizer(tokenizer)
+    first, later = (np.array(document_start(tokenizer, n), np.uint32) for n in (True, False))
 
     def read(row: Row) -> Iterator[str]:
         for text in row.pieces:
@@ -214,11 +252,11 @@ def _encode_documents(
         digest.update(b"\0")
 
     pieces = itertools.chain.from_iterable(documents.pieces(read(row)) for row in rows)
-    is_first = True
+    start = first
     while batch := list(itertools.islice(pieces, BATCH_PIECES)):
         for (text, before), ids in zip(batch, documents.encode(batch), strict=True):
-            yield ids if before or is_first else np.concatenate([separator, ids]), len(text)
-            is_first = False
+            yield ids if before else np.concatenate([start, ids]), len(text)
+            start = later
 
 
 # ------------------------------------------------------------------- documents of any length

@@ -59,7 +59,8 @@ def generate(
         if chosen.item() in ends:
             break
         ids = torch.cat([ids, chosen[None]], dim=1)
-    text = spec.tokenizer.decode(ids[0])
+    hidden = prompt.start if len(prompt_ids) == len(prompt.ids) else 0
+    text = spec.tokenizer.decode(ids[0, hidden:])
     if prompt.is_chat:
         answer = ids[0, len(prompt_ids) :]
         text = spec.tokenizer.decode(answer, skip_special_tokens=True).strip()

@@ -9,14 +9,21 @@ SIGNATURE_NAMES = {
     "dataset": "data digest",
     "blocks": "sequences",
     "validation": "validation digest",
+    "tokens_sha256": "token digest",
+    "validation_tokens_sha256": "validation token digest",
+    "document_start": "tokens that begin a document",
+    "rendered_template": "rendered template",
 }
+# Not recorded by earlier versions: a difference counts only if both runs have them.
+RECORDED_LATER = ("token digest", "validation token digest", "rendered template")
 RATE, ROUNDING, EVALUATIONS = "the learning rate", "rounding", "evaluations"
 # What a difference can change, and the facts that change it: flags, entries of the run signature,
 # and keys of results.json. Of several causes the first in this table are named first.
 EFFECTS = {
     "the model": """parameters, shapes, lora_r, lora_alpha, lora_targets, load_in_4bit, model,
         model_revision, from_scratch, frozen weights""",
-    "the tokens": "tokenizer, template, chat_template, data digest",
+    "the tokens": """tokenizer, template, chat_template, data digest, token digest,
+        rendered template, tokens that begin a document""",
     "the order of the data": """seed, sequences, num_samples, validation_split,
         validation_split_percentage, streaming, shuffle_buffer""",
     "the sequences": "seq_length, packing, isolate_documents, global batch",
@@ -29,8 +36,9 @@ EFFECTS = {
         gradient_checkpointing, backend, gpu, cpu, cores, torch version,
         deepspeed version, transformers version, numpy version, peft version, cuda version,
         rocm version, code_digest, resume, resume_force""",
-    EVALUATIONS: """validation digest, eval, eval_first, eval_only, eval_every, eval_samples,
-        eval_batch_size, eval_split, validation_file, early_stopping_patience, load_best_at_end""",
+    EVALUATIONS: """validation digest, validation token digest, eval, eval_first, eval_only,
+        eval_every, eval_samples, eval_batch_size, eval_split, validation_file,
+        early_stopping_patience, load_best_at_end""",
 }
 EFFECT_OF = {name.strip(): key for key, names in EFFECTS.items() for name in names.split(",")}
 
@@ -79,6 +87,8 @@ def differences_of(results: dict, others: dict, rate_step: int) -> list[Differen
     found = []
     for name in EFFECT_OF if complete else a.keys() & b.keys():
         changes = EFFECT_OF[name]
+        if name in RECORDED_LATER and not (name in a and name in b):
+            continue
         if a.get(name) != b.get(name) and (rate_step or changes != RATE):
             # The update of a step changes the loss of the next one.
             first_step = 1 + {"the updates": 1, RATE: rate_step}.get(changes, 0)

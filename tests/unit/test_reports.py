@@ -100,6 +100,15 @@ def test_equal_runs(ours):
     assert not found["likely_causes"]
 
 
+def test_tokens_that_differ_for_the_same_text_are_the_cause(ours):
+    """As with a chat template that writes the date; earlier versions recorded no such digest."""
+    other = [loss + 0.1 for loss in LOSSES]
+    days = [{"tokens_sha256": digit * 64} for digit in "bc"]
+    places = [ours("a", steps(), soft=days[0]), ours("b", steps(other), soft=days[1])]
+    assert compared(*places)[0]["likely_causes"] == ["token digest"]
+    assert compared(places[0], ours("c", steps(other)))[0]["likely_causes"] == []
+
+
 def test_a_learning_rate_that_differs_later_is_the_cause(ours):
     """The seed differs, too; but it would have changed the first step."""
     b = [*steps(LOSSES[:3]), *steps([6.5, 6.1, 5.7], first=4, lr=9e-4)]

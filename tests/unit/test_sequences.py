@@ -143,6 +143,16 @@ def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_pat
     assert counts == [(30, 10), (40, 40)]
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_nothing_is_held_out_with_a_share_of_0(pairs, tmp_path, packing):
+    prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path)
+    args = parse_arguments(["--validation_split", "0", "--seq_length", str(LENGTH)])
+    args = args.replace(packing=packing, seed=0)
+    train, validation, facts = split_sequences(prepared, args, PADDING)
+    assert len(train.ranges) == 40 and validation.num_sequences == 0
+    assert facts["validation"]["blocks"] == 0
+
+
 @pytest.mark.parametrize(
     "weights, sizes, most, counts",
     [

@@ -1,0 +1,61 @@
+"""Special tokens: those that begin a text or separate documents, and those that end an answer."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+
+def start_of(tokenizer: Any) -> list[int]:
+    """Return the ids that a tokenizer puts before each text, such as Llama's <s>; usually none.
+
+    What some tokenizers append (an end-of-text token) is not used: each kind of data determines
+    how it ends.
+    """
+    text = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("a")["input_ids"]
+    for start in range(len(ids) - len(text) + 1):
+        if text and ids[start : start + len(text)] == text:
+            return ids[:start]
+    return []
+
+
+def document_start(tokenizer: Any, is_first: bool) -> list[int]:
+    """Return the ids before a document: the end of the document before it, and `start_of`.
+
+    If a model uses one token for both (OPT's </s>), it is there once, as if the documents were
+    tokenized one by one and joined.
+
+    Args:
+        is_first: no document precedes it.
+    """
+    start, end = start_of(tokenizer), tokenizer.eos_token_id
+    return start if is_first or end is None or start[:1] == [end] else [end, *start]
+
+
+def end_finder(tokenizer: Any) -> Callable[[np.ndarray], int]:
+    """Return a function from the stored ids of an example to where its first answer ends.
+
+    It returns the number of tokens up to the first trained token that ends an answer, and includes
+    it; 0 if no answer ends with such a token, so that a model trained on it would not stop. An
+    answer is a series of trained tokens. Its last one, apart from white space, must be the
+    end-of-text token or a token that was added to the vocabulary, such as <|im_end|>: special
+    tokens are, and so are those of a generation configuration that differ from the tokenizer's.
+    """
+    ends = {tokenizer.eos_token_id, *tokenizer.get_added_vocab().values()}
+
+    @cache
+    def not_end_but_blank(token: int) -> bool:
+        return token not in ends and not tokenizer.decode([token]).strip()
+
+    def find(stored: np.ndarray) -> int:
+        trained = np.append(stored >= 0, False)
+        for last in np.flatnonzero(trained[:-1] & ~trained[1:]).tolist():
+            while last > 0 and trained[last - 1] and not_end_but_blank(int(stored[last])):
+                last -= 1
+            if int(stored[last]) in ends:
+                return last + 1
+        return 0
+
+    return find

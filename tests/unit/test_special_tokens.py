@@ -1,0 +1,238 @@
+"""Tokens that begin a text and end an answer: documents, pairs, conversations, prompts; a notice if
+no answer ends, and the digest of tokens that a template changes with the date.
+"""
+
+import datetime
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from streams import ids_of, stream_of, tokenized
+from tokenizer_zoo import tokenizer_of
+from tokenizers import decoders
+
+from support.cli.parse import parse_arguments
+from support.commands.show_sample import describe
+from support.data.chat import prompt_of
+from support.data.corpus import open_corpus, open_split
+from support.data.sequences import Padding
+
+EOS = "<|end|>"
+TEXTS = ["the quick brown fox", "jumps over", "the lazy dog"]
+
+
+def answers(begin="", end=""):
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + f"A: {begin}{{{{ m.content }}}}{end}"
+        + "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+
+
+def in_block(inside, after=""):
+    return answers("{% generation %}", inside + "{% endgeneration %}" + after)
+
+
+# A template, and what must be told: nothing, that there is no end, or that a line break is trained.
+TEMPLATES = {
+    "directly": (answers(end=EOS), None),
+    "and a line break": (answers(end=EOS + "\n\n"), None),
+    "Llama 2": (answers(end=" " + EOS), None),
+    "in the block": (in_block(EOS), None),
+    "in the block, with a line break behind": (in_block(EOS + "\n"), None),
+    "in the block, with a line break before": (in_block("\n" + EOS), None),
+    "another special token": (answers(end="<|im_end|>\n"), None),
+    "after a line break": (answers(end="\n" + EOS), "line break"),
+    "after line breaks": (answers(end=" \n\n<|im_end|>\n"), "line break"),
+    "behind the block": (in_block("", EOS), "generation"),
+    "a line break, behind the block": (in_block("", "\n" + EOS), "generation"),
+    "text": (answers(end="<|stop|>\n"), "<|stop|>"),
+    "text in the block": (in_block("<|stop|>\n"), "generation"),
+    "nothing": (answers(end=""), "''"),
+    "only a line break": (answers(end="\n\n"), "--chat_template"),
+    "text before it": (answers(end="STOP" + EOS), "STOP"),
+    "only the next question": (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{% endif %}{{ m.content }}\n"
+        "{% endfor %}",
+        "--chat_template",
+    ),
+}
+
+
+ANSWERS = [f"jumps {n} " * (1 + n % 2) + "dogs" for n in range(6)]
+
+
+def chat_tokenizer(template):
+    tokenizer = tokenizer_of("gpt2")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def conversations(folder, turns=1):
+    question = {"role": "user", "content": "the fox?"}
+    rows = [[question, {"role": "assistant", "content": answer}] * turns for answer in ANSWERS]
+    return as_rows(folder / "chat.jsonl", [{"messages": row} for row in rows])
+
+
+def as_rows(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def notices(file, tokenizer, folder, capsys, *flags):
+    """What is told about a dataset, before the training and before that of a stream."""
+    found = []
+    flags = ["--dataset", file, "--cache_dir", folder, "--seq_length", "64", *flags]
+    args = parse_arguments([str(flag) for flag in flags])
+    ctx = SimpleNamespace(device=SimpleNamespace(type="cpu"), once_per_node=lambda name, do: do())
+    ctx.all_gather = lambda value: [value]
+    capsys.readouterr()
+    open_corpus(args, ctx, tokenizer, str(file))
+    found.append(capsys.readouterr().out)
+    stream = stream_of(file, tokenizer, packing=args.packing, seq_length=args.seq_length)
+    stream.first_sequence()
+    found.append(capsys.readouterr().out)
+    return [[line for line in out.splitlines() if "ℹ️" in line] for out in found]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_answer_ends_with_a_trained_end_token(tmp_path, capsys, name):
+    template, told = TEMPLATES[name]
+    tokenizer = chat_tokenizer(template)
+    flags = ["--packing"] if name == "text" else []
+    for lines in notices(conversations(tmp_path), tokenizer, tmp_path, capsys, *flags):
+        assert len(lines) == (told is not None), lines
+        assert told is None or told in lines[0]
+        assert told in (None, "line break") or "No answer ends" in lines[0]
+
+
+def test_the_end_token_after_a_line_break_is_trained_and_the_next_turn_is_not(tmp_path):
+    tokenizer = chat_tokenizer(None)
+    file = conversations(tmp_path, turns=2)
+    for end, trained in (("\n" + EOS, "\n" + EOS), ("\n", "")):
+        tokenizer.chat_template = answers(end=end).replace("Q: ", "<|user|>")
+        ids = ids_of(tokenized(file, tokenizer, tmp_path))
+        wanted = [answer + trained for answer in ANSWERS for _ in range(2)]
+        assert tokenizer.decode(ids[ids >= 0]) == "".join(wanted)
+
+
+def test_answers_that_are_cut_before_their_end(tmp_path, capsys):
+    """One whole answer is enough; a pair is always followed by the end-of-text token."""
+    rows = [{"prompt": "the fox", "completion": "jumps over the dog " * n} for n in (2, 30, 40)]
+    file, tokenizer = as_rows(tmp_path / "pairs.jsonl", rows), tokenizer_of("gpt2")
+    cached, _ = notices(file, tokenizer, tmp_path, capsys, "--validation_file", file)
+    assert cached == []
+    told = notices(file, tokenizer, tmp_path, capsys, "--seq_length", "8")
+    assert all("--seq_length" in line for [line] in told)
+    prepared = tokenized(file, tokenizer, tmp_path)
+    for length, count in ((8, 0), (64, 1), (4096, 3)):
+        args = parse_arguments(["--seq_length", str(length)])
+        assert open_split(prepared, "train", args, Padding(length, 8))[1]["trained_ends"] == count
+    tokenizer.eos_token = None
+    told = notices(file, tokenizer, tmp_path, capsys)
+    assert all("eos_token" in line for [line] in told)
+
+
+def test_an_untrained_end_token_whose_id_is_that_of_the_padding_is_shown():
+    tokenizer = tokenizer_of("gpt2")
+    lines = describe([5, 6, 0], [-100, 6, -100], tokenizer)
+    assert len(lines) == 2 + 3 and repr(tokenizer.decode([0])) in lines[-1]
+
+
+# ------------------------------------------------------------------------- tokens that begin a text
+
+
+def that_begins(kind, token, end=""):
+    """A tokenizer that puts a token before each text, and another one behind it if `end`."""
+    from tokenizers import processors
+
+    tokenizer = tokenizer_of(kind)
+    tokenizer.add_special_tokens({"bos_token": token})
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (token, EOS)}
+    added = processors.TemplateProcessing(f"{token} $A {end}".strip(), None, list(ids.items()))
+    tokenizer.backend_tokenizer.post_processor = added
+    assert tokenizer("a")["input_ids"][0] == ids[token]
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind, end", [("gpt2", ""), ("llama2", ""), ("llama2", EOS)])
+def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, kind, end):
+    tokenizer = that_begins(kind, "<s>", end)
+    start, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def whole(text):
+        ids = tokenizer(text)["input_ids"]
+        return ids[: len(ids) - bool(end)]
+
+    file = as_rows(tmp_path / "texts.jsonl", [{"text": text} for text in ["", *TEXTS]])
+    first, *others = map(whole, TEXTS)
+    ids = ids_of(tokenized(file, tokenizer, tmp_path)).tolist()
+    assert ids == first + [token for other in others for token in (eos, *other)]
+    assert prompt_of(TEXTS[0], tokenizer, True).ids == first
+    pair = as_rows(tmp_path / "pairs.jsonl", [{"prompt": TEXTS[0], "completion": "jumps"}])
+    ids = ids_of(tokenized(pair, tokenizer, tmp_path))
+    assert (~ids[ids < 0]).tolist() == first and ids[-1] == eos
+    chat = conversations(tmp_path)
+    ids = ids_of(tokenized(chat, tokenizer, tmp_path))  # with the plain template
+    assert ids[0] == ~start and (ids == ~start).sum() == 6
+    assert prompt_of("the", tokenizer, True).ids.count(start) == 1
+    tokenizer.chat_template = "{{ bos_token }}" + answers(end=EOS)
+    ids = ids_of(tokenized(chat, tokenizer, tmp_path))
+    assert ids[0] == ~start and (ids == ~start).sum() == 6
+
+
+@pytest.mark.parametrize("begin", [None, "<s>", EOS])
+def test_documents_of_a_stream_begin_as_those_of_the_cache(tmp_path, begin):
+    tokenizer = that_begins("gpt2", begin) if begin else tokenizer_of("gpt2")
+    rows = [{"text": f"{n} the quick brown fox jumps over {n}"} for n in range(40)]
+    file = as_rows(tmp_path / "texts.jsonl", rows)
+    stored = ids_of(tokenized(file, tokenizer, tmp_path)).tolist()
+    tokens = [tokenizer(row["text"], add_special_tokens=False)["input_ids"] for row in rows]
+    eos, start = [tokenizer.eos_token_id], [tokenizer.bos_token_id] if begin else []
+    between = start if start == eos else eos + start  # one token that is both is there once
+    expected = start + tokens[0] + [token for ids in tokens[1:] for token in between + ids]
+    assert stored == expected
+    flags = {"batch_size": 1, "shuffle_buffer": 1, "seq_length": 8, "max_steps": 400}
+    stream = stream_of(file, tokenizer, **flags)
+    steps = stream.step_batches(SimpleNamespace(type="cpu"))
+    found = [token for _ in range(24) for token in next(steps).micro_batches[0][0][0].tolist()]
+    stream.summary()
+    assert found == expected[: len(found)]
+
+
+def test_a_long_document_begins_once_and_the_cache_knows_how(tmp_path, monkeypatch):
+    from support.data import tokenize
+
+    text = " ".join(TEXTS * 200) + "\n"
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
+    plain, begins = tokenizer_of("gpt2"), that_begins("gpt2", "<s>")
+    ids = ids_of(tokenized(tmp_path / "text.txt", begins, tmp_path / "cache"))
+    assert ids.tolist() == begins(text)["input_ids"]
+    ids = ids_of(tokenized(tmp_path / "text.txt", plain, tmp_path / "cache"))
+    assert ids.tolist() == plain(text)["input_ids"]
+
+
+# ------------------------------------------------------------------------------------------- dates
+
+
+def test_the_digest_of_the_tokens_follows_a_date_in_the_template(tmp_path, monkeypatch):
+    from transformers.utils import chat_template_utils
+
+    file, tokenizer = conversations(tmp_path), tokenizer_of("gpt2")
+    tokenizer.chat_template = "Today: {{ strftime_now('%d %b %Y') }}\n" + answers(end=EOS)
+
+    def digests(day, cache):
+        now = datetime.datetime(2026, 11, day)
+        fake = SimpleNamespace(now=lambda: now)
+        monkeypatch.setattr(chat_template_utils, "datetime", fake)
+        chat_template_utils._compile_jinja_template.cache_clear()
+        split = tokenized(file, tokenizer, tmp_path / cache)["splits"]["train"]
+        return split["sha256"], split["tokens_sha256"]
+
+    first, again, later = digests(1, "a"), digests(1, "b"), digests(2, "c")
+    assert first == again and first[0] == later[0] and first[1] != later[1]
+    assert np.array_equal(digests(2, "a"), first)  # the tokens are in the cache
