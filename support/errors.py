@@ -219,6 +219,12 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
         "is full in a container: docker run --shm-size=8g. Complete checkpoints are unchanged.",
     ),
     (
+        r"^PermissionError",
+        UserError,
+        "Permission denied for {where}: its owner can allow it with chmod (`ls -ld` shows the "
+        "owner; `chmod -R a+rX FOLDER` lets everyone read), or name another file or folder.",
+    ),
+    (
         r"^ModuleNotFoundError: No module named '[a-z_]+'",
         MissingRequirement,
         "{said}: activate the project's environment (`source .venv/bin/activate`), or pip install "

@@ -26,7 +26,7 @@ from support.errors import (
     UserError,
     redact,
 )
-from support.files.user_files import read_json
+from support.files.user_files import check_readable, read_json
 from support.tables import EMBEDDED_MODEL, OPTIMIZERS
 
 
@@ -184,3 +184,4 @@ def check_model_path(args: Arguments) -> None:
         )
     if is_local:
         read_json("--model", f"{args.model}/config.json")
+        check_readable("--model", args.model)

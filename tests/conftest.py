@@ -156,6 +156,19 @@ def check_schema(folder: Path, metrics: bool = True) -> None:
     assert not problems, f"{folder}: {problems}"
 
 
+def check_permissions(folder: Path) -> None:
+    """Check that what a run wrote has the permissions that the umask leaves, whichever library did."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    wrong = {
+        str(path): oct(mode)
+        for path in folder.rglob("*")
+        if not path.is_symlink()
+        and (mode := path.stat().st_mode & 0o777) | 0o111 != (0o777 & ~umask) | 0o111
+    }
+    assert not wrong, wrong
+
+
 def launcher_command(launcher: str, ranks: int) -> list[str]:
     """How a user starts `ranks` processes under each launcher."""
     port, main_port = f"--master_port={free_port()}", f"--main_process_port={free_port()}"
@@ -270,6 +283,7 @@ def script(tmp_path_factory, begin):
         # A resumed run may take over files that a test has damaged.
         if "--resume" not in args and written.is_file() and written.stat().st_mtime >= begun_at:
             check_schema(done.folder, metrics=ok)
+            check_permissions(done.folder)
         said = f"exit code {done.code} from {command}\n{out[-3000:]}\n{err[-5000:]}"
         assert done.code == 0 or not ok, said
         return done

@@ -105,10 +105,10 @@ def write_hf(source: OwnCheckpoint, folder: Path, dtype: torch.dtype, file_bytes
         "train_loss_first": counters["first_loss"],
         "train_loss_last": counters["last_loss"],
         "steps": counters["step"],
-        "parameters": identity["hard"]["parameters"],
-        "model": identity["soft"]["model"],
-        "strategy": identity["told"]["strategy"],
-        "world_size": identity["told"]["ranks"],
+        "parameters": identity["hard"].get("parameters", 0),
+        "model": identity["soft"].get("model", "?"),
+        "strategy": identity["told"].get("strategy", "?"),
+        "world_size": identity["told"].get("ranks", "?"),
     }
     (folder / "README.md").write_text(model_card(facts, identity))
 

@@ -80,6 +80,7 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
     candidates = ctx.broadcast_from_rank0(
         candidates_in(Path(wanted)) if wanted else list_checkpoints(folder)
     )
+    problem = ""
     for candidate in candidates:
         manifest, problem = verify(candidate, ctx)
         if not problem:
@@ -87,13 +88,15 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
         if wanted and candidate == Path(wanted):
             raise UserError(f"--resume {wanted}: {problem}.")
         console.warn(f"Skipped the checkpoint {candidate}: {problem}.")
-    if wanted or candidates:
-        advice = "Remove the folder to start from the beginning."
-        if wanted:
-            advice = "To convert one of Trainer, DeepSpeed or FSDP: python scripts/"
-            advice += f"convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
+    if candidates:
         raise UserError(
-            f"--resume: no checkpoint in {wanted or folder} is complete and undamaged. {advice}"
+            f"--resume: no checkpoint in {wanted or folder} can be used. The oldest one: "
+            f"{problem}. To start from the beginning, name another --output_dir."
+        )
+    if wanted:
+        raise UserError(
+            f"--resume: no checkpoint in {wanted}. To convert one of Trainer, DeepSpeed or FSDP: "
+            f"python scripts/convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
         )
     return None
 

@@ -35,8 +35,11 @@ def marked(folder: Path, mark: str) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder by name, newest first, without checking them."""
+    if not folder.is_dir():
+        return []
+    # Unlike glob, iterdir raises an error if the folder cannot be read.
     return sorted(
-        (path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), reverse=True
+        (path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name)), reverse=True
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from support import console
 from support.checkpoints import format as files
@@ -25,6 +25,7 @@ from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import FirstError, OutOfMemory, TrainingError, explain
 from support.files import atomic
+from support.files.safetensors_writer import save_file
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
 from support.strategies.optimizer_shards import free_gathered_weights

@@ -7,10 +7,10 @@ fp32 as `<parameter>@<index of the first element>/<kind>`; the kinds are format.
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from support.checkpoints.format import KINDS, file_entry
+from support.files.safetensors_writer import save_file
 from support.strategies.optimizer_shards import PlainState, ShardedState
 
 # Size limit of one file of tensors, and the host memory that a save needs on top of training.

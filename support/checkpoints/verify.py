@@ -1,16 +1,19 @@
 """Open a checkpoint: read its manifest, and verify its files.
 
-A manifest whose digest matches is used without further checks, except that the name of a file may
-not leave the checkpoint's folder.
+A manifest whose digest matches may still be forged, or of another program, so the types of its
+values and the tensors in its files are checked as well.
 """
 
 import json
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from support.checkpoints.format import FORMAT_VERSION, candidates_in
+from support.checkpoints.manifest import check_manifest, tensors_of
 from support.errors import UserError
 from support.files.atomic import digest_of_json, sha256_of
-from support.files.user_files import shown
+from support.files.user_files import reason_of, shown
 from support.train_state import NEW_RUN
 
 
@@ -42,10 +45,7 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
         if manifest["format_version"] != FORMAT_VERSION:
             version = shown(manifest["format_version"])
             return {}, f"its format is {version}, and this version reads {FORMAT_VERSION}"
-        for name in {piece["file"] for piece in manifest["pieces"]} | manifest["files"].keys():
-            inside = not {"", ".", ".."} & {*name.split("/")} and "\\" not in name
-            if name not in manifest["files"] or not inside:
-                raise ValueError(f"the name {shown(name)}")
+        check_manifest(manifest)
         # The defaults are for keys that older versions did not write.
         return {
             "scaling": {},
@@ -59,18 +59,41 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
         }, ""
     except FileNotFoundError:
         return {}, "it has no manifest.json, so it was never completed"
-    except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except OSError as error:
+        return {}, f"its manifest.json cannot be read: {reason_of(error, checkpoint)}"
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         return {}, f"its manifest.json is damaged ({shown(error)})"
 
 
 def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
     """Return a clause about a damaged one of every `parts`-th file from `part` on, or ""."""
+    tensors = tensors_of(manifest)
     for name, entry in list(manifest["files"].items())[part::parts]:
+        path = checkpoint / name
         try:
-            if not (checkpoint / name).is_file():
+            if not path.is_file():
                 return f"{name} is missing"
-            if sha256_of(checkpoint / name) != entry.get("sha256"):
+            if sha256_of(path) != entry["sha256"]:
                 return f"{name} is damaged (its SHA-256 differs)"
+            if wrong := _wrong_tensor(path, tensors.get(name, {})):
+                return f"{name} is damaged (the tensor {shown(wrong)})"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            return f"{name} cannot be read: {reason_of(error, checkpoint)}"
+        except SafetensorError as error:
+            return f"{name} is damaged ({shown(error)})"
+    return ""
+
+
+def _wrong_tensor(path: Path, elements: dict[str, int]) -> str:
+    """Return the first tensor that is missing, or has another size or type; "" if there is none."""
+    if not elements:
+        return ""
+    with safe_open(path, framework="numpy") as file:
+        there = {*file.keys()}
+        for name, count in elements.items():
+            if name not in there:
+                return name
+            tensor = file.get_slice(name)
+            if tensor.get_shape() != [count] or tensor.get_dtype() != "F32":
+                return name
     return ""

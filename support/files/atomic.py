@@ -15,7 +15,8 @@ import os
 import platform
 import secrets
 import shutil
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +56,19 @@ def overwrite(path: Path, text: str) -> None:
         os.posix_fallocate(file.fileno(), 0, len(data))
         file.write(data)
         file.truncate()
+
+
+@contextlib.contextmanager
+def usual_permissions(path: Path) -> Iterator[None]:
+    """Give a file that a library writes in this context the permissions that `open` gives a file.
+
+    safetensors, for example, renames a temporary file that only its owner can read.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    if path.stat().st_mode != mode:
+        path.chmod(stat.S_IMODE(mode))
 
 
 def sync(path: Path) -> None:

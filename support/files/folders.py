@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from support.errors import UserError
+from support.files.user_files import reason_of
 
 
 def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
@@ -32,7 +33,8 @@ def files_of(path: Path, name: str, include: str | None = None) -> list[Path]:
         found = [file for file in _walk(path) if file.is_file() and file.stat().st_size]
     except OSError as error:  # for instance a name that is too long, or no permission
         place = error.filename or path
-        raise UserError(f"{name[:200]}: {place} cannot be read: {error.strerror}.") from error
+        reason = reason_of(error, place)
+        raise UserError(f"{name[:200]}: {place} cannot be read: {reason}.") from error
     if not found:
         raise UserError(f"{name}: the folder has no files, or only empty ones.")
 

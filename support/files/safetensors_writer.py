@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from support.files.atomic import write_text
+from support.files.atomic import usual_permissions, write_text
 
 FILE_BYTES = "1GB"  # maximum size of one file of weights, which is in memory while it is written
 
@@ -16,7 +16,8 @@ FILE_BYTES = "1GB"  # maximum size of one file of weights, which is in memory wh
 def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write a file of tensors that are in memory, each with its own copy of the data."""
     contents = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(contents, path, metadata={"format": "pt"})
+    with usual_permissions(path):
+        safetensors.torch.save_file(contents, path, metadata={"format": "pt"})
 
 
 class WeightFiles:

@@ -5,10 +5,11 @@ A file that cannot be used results in a message of one line that names the file.
 
 import difflib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from support.errors import UserError
+from support.errors import UserError, first_line
 
 
 def printable(text: str) -> str:
@@ -35,6 +36,29 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f": did you mean {matches[0]}?" if matches else ""
 
 
+def reason_of(error: Exception, path: str | Path) -> str:
+    """Return why a file cannot be used; without the permission, also what its owner can do.
+
+    Args:
+        path: the file, or the folder that contains it and others with the same permissions.
+    """
+    if isinstance(error, PermissionError):
+        return f"permission denied: its owner can allow it with `chmod -R a+rX {shown(path)}`"
+    return getattr(error, "strerror", None) or first_line(error, 200)
+
+
+def check_readable(flag: str, folder: str) -> None:
+    """Check that this process may read the files of a folder that a flag names.
+
+    Raises:
+        UserError: it may not read one. Libraries report such a file as missing.
+    """
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file() and not os.access(path, os.R_OK):
+            reason = reason_of(PermissionError(), folder)
+            raise UserError(f"{flag} {shown(path)} cannot be read: {reason}.")
+
+
 def read_text(flag: str, path: str) -> str:
     """Return the text of a file, or of a pipe from the shell, `<(...)`.
 
@@ -47,7 +71,7 @@ def read_text(flag: str, path: str) -> str:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         not_text = isinstance(error, UnicodeDecodeError)
-        reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
+        reason = "it is not UTF-8 text" if not_text else reason_of(error, path)
         raise UserError(f"{flag} {shown(path)} cannot be read: {reason}.") from error
 
 

@@ -63,6 +63,14 @@ def changed(change):
     return rewrite
 
 
+def rename_parameter(manifest: dict) -> None:
+    """Rename a parameter in the manifest; the tensors of its file keep their names."""
+    old = manifest["pieces"][0]["name"]
+    manifest["shapes"]["renamed"] = manifest["shapes"].pop(old)
+    for piece in manifest["pieces"]:
+        piece["name"] = "renamed" if piece["name"] == old else piece["name"]
+
+
 def edited(folder: Path) -> None:
     """Change a counter of step 4, and leave the digest."""
     path = step(folder, 4) / "manifest.json"
@@ -80,6 +88,24 @@ DAMAGES = {
     "a listed file outside": changed(lambda m: m["files"].update({"../latest": OUTSIDE})),
     "a manifest without counters": changed(lambda m: m.pop("counters")),
     "a listed absolute path": changed(lambda m: m["files"].update({"/dev/zero": OUTSIDE})),
+    "a counter that is a text": changed(lambda m: m["counters"].update(step="x")),
+    "a counter that is infinite": changed(lambda m: m["counters"].update(tokens=float("inf"))),
+    "a best evaluation without a loss": changed(lambda m: m["counters"].update(best={"step": 2})),
+    "a signature that is a list": changed(lambda m: m["identity"].update(hard=[1])),
+    "no signature": changed(lambda m: m.update(identity=None)),
+    "a file without a digest": changed(lambda m: m["files"].update({RANK_FILE: 7})),
+    "no pieces": changed(lambda m: m.update(pieces=[])),
+    "a piece twice": changed(lambda m: m["pieces"].append(m["pieces"][0])),
+    "a piece that is short": changed(lambda m: m["pieces"][0].update(numel=3)),
+    "a piece of another tensor": changed(rename_parameter),
+    "a shape that is a number": changed(lambda m: m["shapes"].update({m["pieces"][0]["name"]: 8})),
+    "scaling that is a list": changed(lambda m: m.update(scaling=[1.0])),
+    "a stream without positions": changed(lambda m: m.update(stream={"lanes": [], "bad": []})),
+    "a position that is a text": changed(
+        lambda m: m.update(stream={"lanes": {"0": {"reader": {"row": "1"}}}, "bad": []})
+    ),
+    "an optimizer that is a number": changed(lambda m: m.update(optimizer=1)),
+    "Adam's step below zero": changed(lambda m: m.update(adam_step=-1)),
     "a file that is missing": lambda f: (step(f, 4) / RANK_FILE).unlink(),
 }
 
@@ -102,6 +128,22 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
     assert "Skipped" in line and "step-00000004" in line and len(line) < 700 and line.isprintable()
     with pytest.raises(UserError):  # the converter takes the newest, and refuses it
         open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", RANK_FILE])
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(copy, monkeypatch, file):
+    """As of another user. Root may read everything, so the open fails in the test."""
+    from support.checkpoints import verify
+
+    def refuse(path: Path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    method = (Path, "read_bytes") if file == "manifest.json" else (verify, "sha256_of")
+    monkeypatch.setattr(*method, refuse)
+    with pytest.raises(UserError) as refused:
+        verify.open_checkpoint(copy)
+    assert file in str(refused.value) and "chmod -R a+rX" in str(refused.value)
+    assert "damaged" not in str(refused.value)
 
 
 # ------------------------------------------------------------------ no finished checkpoint is lost

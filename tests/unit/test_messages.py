@@ -15,6 +15,7 @@ ERRORS = [
     ("RuntimeError: TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
     ("RuntimeError: CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
     ("MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)", "CUDA_HOME"),
+    ("PermissionError: [Errno 13] Permission denied: 'results.json'", "chmod"),
     ("OSError: [Errno 122] Disk quota exceeded: 'file'", "quota -s"),
     ("ModuleNotFoundError: No module named 'deepspeed'", "pip install deepspeed"),
 ]

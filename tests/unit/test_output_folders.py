@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import os
 import platform
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.checkpoints.saving import PieceWriter
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 from support.files import safetensors_writer as writer
@@ -38,6 +40,20 @@ def test_an_export_replaces_only_what_it_may(tmp_path, replace, names):
         temporary.remove()
     assert (tmp_path / "model" / "earlier").exists() == (names[0] != "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"model", *names})
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_weights_have_the_permissions_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        writer.save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+        pieces = PieceWriter(tmp_path)
+        pieces.add("weight", 0, {"weight": torch.ones(2)})
+        pieces.flush()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("model.safetensors", *pieces.files), 0o666 & ~umask)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
@@ -115,3 +131,12 @@ def test_weights_are_converted_and_buffers_keep_their_types(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors["weight"].equal(torch.ones(2, 2, dtype=torch.bfloat16))
     assert tensors["counts"].equal(buffers["counts"])
+
+
+def test_a_model_whose_weights_may_not_be_read(tmp_path, monkeypatch):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    # Root may read every file.
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors .*permission denied.*chmod"):
+        check_model_path(parse_arguments(["--model", str(tmp_path)]))
