@@ -466,7 +466,8 @@ def wrap(model: nn.Module, train_data: Any, args: Arguments, ctx: DistContext) -
         # The parameters of a model under FSDP are shards, so the optimizer states are shards, too.
         optimizer = create_optimizer(parameter_groups(model, args), args)
     scaling = ctx.precision == "fp16" and not strategy.uses_deepspeed
-    scaler = gradients.loss_scaler(ctx, enabled=scaling)
+    device = next(model.parameters()).device  # of the gradients: FSDP may offload both
+    scaler = gradients.loss_scaler(device, ctx.simulated, enabled=scaling)
     return TrainingObjects(model, optimizer, scaler, train_data if args.streaming else None)
 
 

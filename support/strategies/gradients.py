@@ -93,13 +93,23 @@ def not_finite(loss: float, step: int | None = None) -> TrainingError:
     )
 
 
-def loss_scaler(ctx: DistContext, enabled: bool) -> torch.amp.GradScaler:
-    """Return the GradScaler of dp and fsdp, with the same settings as DeepSpeed's loss scaling."""
-    # In a simulated run scaled gradients would overflow and their updates would be skipped.
-    scale = 1.0 if ctx.simulated else 2.0**INITIAL_SCALE_POWER
-    return torch.amp.GradScaler(
-        ctx.device.type, scale, growth_interval=GROWTH_INTERVAL, enabled=enabled
+def loss_scaler(device: torch.device, simulated: bool, enabled: bool) -> torch.amp.GradScaler:
+    """Return the GradScaler of dp and fsdp, with the same settings as DeepSpeed's loss scaling.
+
+    Args:
+        device: of the gradients; FSDP may offload them to host memory.
+        simulated: with --simulate_gpus, where scaled gradients would overflow.
+        enabled: False: the scaler does nothing.
+    """
+    scale = 1.0 if simulated else 2.0**INITIAL_SCALE_POWER
+    scaler = torch.amp.GradScaler(
+        device.type, scale, growth_interval=GROWTH_INTERVAL, enabled=enabled
     )
+    # Creates the scale where the gradients are. By default it is created with the loss. If that is
+    # on a GPU and the gradients are in host memory, torch 2.13 copies the scale and the flag of an
+    # overflow to them with non_blocking=True, and the CPU reads them before they have arrived.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
 
 
 # Attributes of DeepSpeed's dynamic loss scaler that are saved.

@@ -55,6 +55,21 @@ def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, prelo
         assert json.loads(out) == {"norm": 13.0, "clipped": 1.0, "found_inf": [0.0, 1.0]}
 
 
+def test_scale_is_where_the_gradients_are():
+    """fp16 under FSDP with CPU offload: the loss is on a GPU, for which the meta device stands."""
+    scaler = gradients.loss_scaler(torch.device("cpu"), simulated=False, enabled=True)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer, scale = torch.optim.SGD([weight], lr=1.0), scaler.get_scale()
+    for gradient, expected in ((-2.0 * scale, 2.0), (math.inf, 2.0)):
+        scaler.scale(torch.zeros((), device="meta"))
+        weight.grad = torch.tensor([gradient])
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.item() == expected
+    assert scaler.get_scale() == scale / 2
+
+
 def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> list[float]:
     """The loss scale after each step, of the scaler that the engine makes from our configuration."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
@@ -75,11 +90,9 @@ def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> li
 
 
 def scales_of_torch(overflows: list[bool]) -> list[float]:
-    cpu_run = SimpleNamespace(simulated=False, device=torch.device("cpu"))
-    scaler = gradients.loss_scaler(cpu_run, enabled=True)
+    scaler = gradients.loss_scaler(torch.device("cpu"), simulated=False, enabled=True)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler.scale(weight.detach())  # sets the scale
     scales = []
     for overflow in overflows:
         weight.grad = torch.full((1,), math.inf if overflow else 1.0)
