@@ -45,6 +45,21 @@ def skip_padding_check() -> None:
     PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda self, *_: None
 
 
+def repeat_keys_and_values() -> None:
+    """transformers 5.23.0: repeat K and V for grouped-query attention before SDPA.
+
+    Otherwise `enable_gqa=True` is passed whenever there is no mask. Where FlashAttention and cuDNN
+    cannot run (see `units.shares_keys`), PyTorch then computes attention with its math kernel,
+    which stores batch size × heads × length² scores in each layer.
+
+    Remove it when PyTorch's memory-efficient kernel supports enable_gqa.
+    """
+    from transformers.integrations import sdpa_attention
+
+    # Versions before 4.54 always repeat, and have no such function.
+    sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+
+
 def override_collectives(kernels: dict[str, Callable]):
     """torch 2.13.0: run a function of ours before each collective of torch.distributed.
 

@@ -122,7 +122,7 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
         ctx.precision = choose_precision(args.precision, ctx.device)
         if command := command_of(args):
             MONITOR.end_together(None, command(args, ctx))  # does not return
-        configure_transformers(args)
+        configure_transformers(args, ctx)
         model = train(args, ctx)
     except Preempted as preempted:
         MONITOR.end_together(preempted.engine, EXIT_PREEMPTED)

@@ -47,6 +47,22 @@ def fits_in_graph(tokens: int, vocabulary: int, device: str) -> bool:
     return tokens * vocabulary <= COMPILED_LOGITS[device]
 
 
+def shares_keys(device: str, precision: str, ampere: bool) -> bool:
+    """Return whether SDPA computes grouped-query attention without a copy of K and V per query.
+
+    On a GPU only FlashAttention and cuDNN do, which need 16 bits and compute capability 8.0. The
+    memory-efficient kernel, which is left for fp32 and for older GPUs, needs as many heads of K and
+    V as of Q (torch 2.13: ATen/native/transformers/cuda/sdp_utils.cpp,
+    use_mem_efficient_attention); with fewer, PyTorch stores all scores.
+
+    Args:
+        device: "cuda" or "cpu".
+        precision: "fp32", "bf16" or "fp16".
+        ampere: the GPU has compute capability 8.0 or higher.
+    """
+    return device == "cpu" or (precision != "fp32" and ampere)
+
+
 def number_of_chunks(tokens: int, vocabulary: int, device: str) -> int:
     """Return in how many chunks the loss of a micro-batch is computed on a type of device."""
     chunks = -(-tokens * vocabulary // LOGITS_CHUNK[device])

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from support import console
 from support.cluster.failures import MONITOR
 from support.cluster.launch import Launch
+from support.cluster.tuning import is_ampere
 from support.errors import TrainingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,6 +46,11 @@ class DistContext:
     def dtype(self) -> torch.dtype:
         """The data type of `precision`."""
         return DTYPES[self.precision]
+
+    @property
+    def ampere(self) -> bool:
+        """Whether the device is a GPU with compute capability 8.0 or higher."""
+        return is_ampere(self.device)
 
     def mesh(self, hybrid: bool) -> DeviceMesh:
         """Return the device mesh of all ranks, for FSDP.

@@ -87,7 +87,7 @@ def saved_by_block(work: Workload, strategy: str) -> dict[str, int]:
         for names in (FIRST_OF_ATTENTION, FIRST_OF_MLP)
     ]
     # Query, key, value and output; the kernel's log-sum-exp in fp32.
-    attention = c * (2 * m.query + 2 * m.key) + 4 * m.heads
+    attention = c * (2 * m.query + 2 * work.stored_keys) + 4 * m.heads
     if work.attention_mask:  # SDPA converts the mask of bools to numbers, and saves these
         attention += c * work.seq_length
     if m.family == "llama":

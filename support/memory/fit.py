@@ -117,7 +117,8 @@ def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
             "defaults only."
         )
     work = workload_of(args, model, ctx.world_size, ctx.precision, isolates_documents(args))
-    return replace(work, device=ctx.device.type, rank=0 if ctx.simulated else None)
+    device, rank = ctx.device, 0 if ctx.simulated else None
+    return replace(work, device=device.type, rank=rank, ampere=ctx.ampere)
 
 
 def memory_limits(ctx) -> Limits:

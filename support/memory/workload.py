@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from support.errors import UserError
 from support.memory.architectures import Architecture
 from support.tables import OPTIMIZERS, STRATEGIES
-from support.units import fits_in_graph
+from support.units import fits_in_graph, shares_keys
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
 USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}
@@ -80,6 +80,7 @@ class Workload:
     optimizer: str = "adamw"  # one of OPTIMIZERS
     compiled: bool = False  # with torch.compile
     load_in_4bit: bool = False  # the frozen weights of the linear layers are in 4 bits (NF4)
+    ampere: bool = True  # the GPU has compute capability 8.0 or higher
 
     @property
     def strategies(self) -> list[str]:
@@ -148,6 +149,17 @@ class Workload:
         return self.compiled and fits_in_graph(self.tokens, self.model.vocabulary, self.device)
 
     @property
+    def stored_keys(self) -> int:
+        """Width of the keys that attention saves, and of the values.
+
+        It is the queries' width where keys and values are repeated for each query: by transformers
+        with a mask (integrations/sdpa_attention.py, use_gqa_in_sdpa), by support/patches.py for a
+        kernel that needs it.
+        """
+        shared = shares_keys(self.device, self.precision, self.ampere) and not self.attention_mask
+        return self.model.key if shared else self.model.query
+
+    @property
     def item(self) -> int:
         """Bytes per element in computations."""
         return 4 if self.precision == "fp32" else 2
@@ -205,4 +217,5 @@ def workload_of(
         optimizer=args.optim,
         compiled=args.compile,
         load_in_4bit=args.load_in_4bit,
+        ampere=precision != "fp16",  # newer GPUs usually compute in bf16
     )

@@ -27,6 +27,7 @@ from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY, STRATEGIES
 from support.train_state import full_shape
+from support.units import shares_keys
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -276,10 +277,12 @@ def _be_quiet(args: Arguments) -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-def configure_transformers(args: Arguments) -> None:
-    """Keep transformers from reading tensors on the device in each forward pass."""
+def configure_transformers(args: Arguments, ctx: DistContext) -> None:
+    """Keep transformers from reading tensors on the device, and from storing attention scores."""
     patches.replace_packed_sequence_check(isolates_documents(args))
     patches.skip_padding_check()
+    if not shares_keys(ctx.device.type, ctx.precision, ctx.ampere):
+        patches.repeat_keys_and_values()
 
 
 def _locate(args: Arguments) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:

@@ -4,18 +4,27 @@ and with what.
 None of this shows that a GPU does what is asked for; benchmarks/gpu_check.sh does.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
+from conftest import skip
+from transformers.integrations import sdpa_attention
 
 from support.cli.arguments import Arguments
+from support.cli.parse import parse_arguments
 from support.cluster import gpus, tuning
+from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.cluster.tuning import choose_device, choose_hardware, choose_precision
 from support.data.batches import copy_ahead
 from support.errors import MissingRequirement, UserError
+from support.memory.architectures import read_architecture
+from support.memory.workload import Workload
+from support.model.resolve import configure_transformers
 from support.report.results import say_settings
 from support.report.step_meter import StepMeter
 from support.units import PHASES
@@ -293,3 +302,47 @@ def test_settings_of_glibc_that_the_user_has_chosen_are_kept(monkeypatch):
     monkeypatch.setattr(tuning.os, "environ", own)
     tuning.keep_freed_memory(large=False)
     assert calls == [-3]  # M_MMAP_THRESHOLD
+
+
+QWEN = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+QWEN |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64}
+
+
+def heads_of_saved_keys(masked: bool) -> int:
+    """Run transformers' attention on 8 heads of queries and 2 of keys and values of width 4."""
+    query, key, value = (torch.ones(1, heads, 4, 4, requires_grad=True) for heads in (8, 2, 2))
+    mask, saved = torch.ones(1, 1, 4, 4, dtype=torch.bool) if masked else None, []
+    attention = SimpleNamespace(num_key_value_groups=4, is_causal=True, training=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        sdpa_attention.sdpa_attention_forward(attention, query, key, value, mask)
+    # Query, key, value and output; a mask has one head for all.
+    heads = sorted(tensor.shape[1] for tensor in saved if tensor.ndim == 4)
+    return heads[-4]
+
+
+@pytest.mark.parametrize(
+    "device, precision, capability, masked",
+    [
+        ("cpu", "fp32", None, False),
+        ("cpu", "fp32", None, True),
+        ("cuda", "fp32", (9, 0), False),
+        ("cuda", "bf16", (9, 0), False),
+        ("cuda", "fp16", (8, 0), False),
+        ("cuda", "fp16", (7, 5), False),
+    ],
+)
+def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
+    monkeypatch, device, precision, capability, masked
+):
+    """The memory-efficient kernel has no grouped queries, and the math kernel stores all scores."""
+    if not hasattr(sdpa_attention, "use_gqa_in_sdpa"):
+        skip(f"transformers {transformers.__version__} always repeats keys and values")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda mask, *_: mask is None)
+    ctx = DistContext(MagicMock(), torch.device(device), "gloo")
+    ctx.precision = precision
+    configure_transformers(parse_arguments([]), ctx)
+    model = read_architecture(QWEN, "qwen")
+    work = Workload(model, 1, precision=precision, device=device)
+    work = replace(work, ampere=ctx.ampere, attention_mask=masked)
+    assert heads_of_saved_keys(masked) * model.head_dim == work.stored_keys
