@@ -128,6 +128,23 @@ def skip_shared_memory_op() -> None:
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
+def count_free_gpu_memory() -> None:
+    """DeepSpeed 0.19.8: ask CUDA, and not NVML, for the free memory of a GPU.
+
+    If nvidia-ml-py is installed, DeepSpeed looks up the GPU by an index that it reads from
+    CUDA_VISIBLE_DEVICES, and stages 1 and 2 fail where that has the UUID of a GPU or MIG device.
+
+    Remove it when `available_memory` of DeepSpeed's CUDA_Accelerator accepts UUIDs.
+    """
+    import torch
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    def available_memory(self, device_index=None):
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    CUDA_Accelerator.available_memory = available_memory
+
+
 def keep_4bit_layout() -> None:
     """bitsandbytes 0.50.2: keep 4-bit weights as they are in an evaluation on a CPU.
 

@@ -54,6 +54,8 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
         console.print0(f"📁 NVMe files: {nvme_folder} (--nvme_path chooses another disk)")
     ctx.once_per_node("ops", build_ops)
     patches.skip_shared_memory_op()
+    if ctx.device.type == "cuda":
+        patches.count_free_gpu_memory()
     patches.load_compiled_ops(ops.needed_ops(strategy), ops.load)
     with quiet(args.verbose):
         # Uses the existing process group.

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from conftest import PROJECT
+from generated_scripts import LAUNCHER
 
 from support.cli.flags import RENAMED
 
@@ -142,3 +143,23 @@ def test_a_setting_of_the_comparison_is_not_executed(compare, stubs):
     for name in ("NUM_GPUS", "REPEATS", "TIMEOUT", "CONTROL", "STRATEGIES"):
         run = compare("x", env={name: "a[$(touch executed)]"})  # bash's arithmetic would
         assert run.code == 2 and name in run.error and stubs.calls("python") == []
+
+
+@pytest.mark.parametrize("visible, usable", [("2,3", True), ("MIG-8c5a3a4e,MIG-1d2f", False)])
+@pytest.mark.parametrize("made", ["slurm/train_single_node.slurm", "a launch script"])
+def test_deepspeeds_launcher_gets_the_visible_gpus(
+    stubs, tmp_path, generate, made, visible, usable
+):
+    """It reads each GPU as a number."""
+    stubs.write("nvidia-smi", "")
+    stubs.write("scontrol", "echo n1")
+    script = PROJECT / made
+    if made == "a launch script":
+        assert generate(*LAUNCHER, "--use_deepspeed").code == 0
+        script = "scripts/run_training.sh"
+    env = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "4", "LAUNCHER": "deepspeed"}
+    env |= {"CUDA_VISIBLE_DEVICES": visible, "TRAINING_PROJECT": str(PROJECT)}
+    job = stubs.run(["bash", script], tmp_path, env)
+    assert job.code == (0 if usable else 2), job.err
+    included = [call[0] for call in stubs.calls("deepspeed")]
+    assert included == ([f"--include=localhost:{visible}"] if usable else [])

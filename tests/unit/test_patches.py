@@ -7,8 +7,10 @@ import pkgutil
 import shlex
 from pathlib import Path
 from resource import RLIM_INFINITY
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 import transformers
 from conftest import skip
 from packaging.version import Version
@@ -28,6 +30,9 @@ PATCHES = {
     "quote_library_path": "torch.utils.cpp_extension:TORCH_LIB_PATH",
     "load_compiled_ops": "deepspeed.ops.op_builder.builder:OpBuilder.jit_load",
     "skip_shared_memory_op": "deepspeed.comm.torch:build_shm_op",
+    "count_free_gpu_memory": (
+        "deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator.available_memory"
+    ),
     "keep_4bit_layout": "bitsandbytes.nn.modules:has_avx512bf16",
 }
 
@@ -49,6 +54,21 @@ def test_every_patch_is_listed_and_says_when_to_remove_it():
     }
     assert set(functions) == set(PATCHES)
     assert all("Remove it when" in text for text in functions.values())
+
+
+def test_free_memory_of_a_gpu_that_is_named_by_its_uuid(monkeypatch):
+    """nvidia-ml-py is installed; a MIG device is visible."""
+    from deepspeed.accelerator import cuda_accelerator
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-8c5a3a4e-2f0e-5a3c-9b1b-6f5d1c0e9a77")
+    monkeypatch.setattr(cuda_accelerator, "pynvml", MagicMock())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5, 9))
+    gpu = object.__new__(cuda_accelerator.CUDA_Accelerator)
+    kind = cuda_accelerator.CUDA_Accelerator
+    monkeypatch.setattr(kind, "available_memory", kind.available_memory)  # restored afterwards
+    patches.count_free_gpu_memory()
+    assert gpu.available_memory() == 5
 
 
 def test_path_is_quoted_once(monkeypatch):
