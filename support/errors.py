@@ -23,7 +23,8 @@ class UserError(Exception):
 
     exit_code = EXIT_USAGE  # of the process
     status = "failed"  # as written to results.json
-    kind = "usage"  # a short name of the class, for programs
+    kind: str | None = "usage"  # a short name of the class, for programs; None: not an error
+    mark = "❌"  # begins the line on the console
 
 
 class MissingRequirement(UserError):
@@ -54,11 +55,39 @@ class HostOutOfMemory(OutOfMemory):
     on_host = True
 
 
+class Stopped(UserError):
+    """A stop signal before the first step was complete: not a failure, and no step is lost.
+
+    Args:
+        name: name of the signal.
+    """
+
+    exit_code = EXIT_PREEMPTED
+    status = "preempted"
+    kind = None
+    mark = "⏸️ "
+
+    def __init__(self, name: str):
+        self.name = name
+        super().__init__(
+            f"Stopped by {name} before the first step was complete: nothing was saved. The same "
+            "command starts again, with --resume from the checkpoint in its folder, if any."
+        )
+
+
 class StoppedBySignal(KeyboardInterrupt):
     """A signal that asks the run to end.
 
     Not a subclass of `Exception`: libraries catch those, and would continue.
+
+    Args:
+        name: name of the signal.
+        loses_steps: whether the run has trained, and saves no checkpoints.
     """
+
+    def __init__(self, name: str, loses_steps: bool):
+        super().__init__(f"Stopped by {name}; if another rank failed first, its message is above.")
+        self.name, self.loses_steps = name, loses_steps
 
 
 class Preempted(Exception):
@@ -168,6 +197,8 @@ def explain(error: BaseException) -> UserError:
     """
     if isinstance(error, UserError):
         shown = error
+    elif isinstance(error, StoppedBySignal) and not error.loses_steps:
+        shown = Stopped(error.name)
     elif isinstance(error, KeyboardInterrupt):
         shown = TrainingError(str(error) or "Interrupted before the end; nothing more was written.")
     else:

@@ -10,11 +10,11 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from support import PROJECT
-from support.errors import EXIT_FAILED, TrainingError, explain
+from support.errors import TrainingError, UserError, explain
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
@@ -70,16 +70,23 @@ def check_output() -> None:
         raise TrainingError(f"Standard output cannot be written: {lost.strerror}.")
 
 
-def catch_signals(numbers: Iterable[int] = ()) -> None:
-    """Install handlers that end the process with one line, until StopSignal has its own.
+def catch_signals(
+    numbers: Iterable[int] = (), stopped: Callable[[str], UserError] | None = None
+) -> None:
+    """Install handlers that end the process with one line, until the program has its own.
 
     Args:
         numbers: signals to handle even if the parent process set them to be ignored, as a shell
             does with SIGINT for `&`.
+        stopped: returns what a signal of this name means; None: the program fails.
     """
+
+    def end(number: int, _frame: object) -> NoReturn:
+        _end_before_start((stopped or _stopped_program)(signal.Signals(number).name))
+
     for number in STOP_SIGNALS:
         if number in numbers or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _end_before_start)
+            signal.signal(number, end)
     # Its handler is that of support/cluster/watchdog.py; until then it must not end the process.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.excepthook = _report_missing_package
@@ -101,15 +108,17 @@ def reports_first() -> bool:
     return rank == "0" or not is_valid
 
 
-def _end_before_start(number: int, _frame) -> NoReturn:
+def _stopped_program(name: str) -> UserError:
+    return TrainingError(f"Stopped by {name} during the start; nothing was written.")
+
+
+def _end_before_start(error: UserError) -> NoReturn:
     """Exit at once: no file has been written yet. Only rank 0 prints: all ranks get a signal."""
     if reports_first():
-        name = signal.Signals(number).name
-        line = f"❌ Stopped by {name} during the start; nothing was written.\n"
         # os.write and not print: a handler may interrupt a write to the same buffer.
         with contextlib.suppress(OSError):
-            os.write(2, line.encode())
-    os._exit(EXIT_FAILED)
+            os.write(2, f"{error.mark} {error}\n".encode())
+    os._exit(error.exit_code)
 
 
 def _report_missing_package(kind, error: BaseException, trace) -> None:

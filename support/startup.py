@@ -16,7 +16,7 @@ from support.cli import checks
 from support.cli.arguments import Arguments
 from support.cli.parse import ignored_flags, parse_arguments
 from support.cluster import launch as launching
-from support.cluster import tuning
+from support.cluster import restart, tuning
 from support.cluster.launch import Launch
 from support.errors import (
     EXIT_COMPLETED,
@@ -24,6 +24,7 @@ from support.errors import (
     MissingRequirement,
     Preempted,
     UserError,
+    explain,
     redact,
 )
 from support.files.user_files import check_readable, read_json
@@ -40,10 +41,13 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         The arguments, which cannot be changed, and this process's place in the run.
     """
     process.protect_output()
-    process.catch_signals(process.ALSO_IF_IGNORED)
+    if process.RESTARTED in os.environ:
+        restart.handle_signals()
+    else:
+        process.catch_signals(process.ALSO_IF_IGNORED, launching.stopped_before_start)
     verbose = "--verbose" in argv
     # For errors while libraries are imported: a broken installation, or too little memory.
-    sys.excepthook = lambda _kind, error, _traceback: launching.exit_before_start(error, verbose)
+    sys.excepthook = lambda _kind, error, _traceback: exit_before_start(error, verbose)
     try:
         if not os.path.isdir(os.curdir):
             raise UserError("The current folder was removed: change to another one.")
@@ -51,9 +55,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         launch = launching.detect_launch()
         args = parse_arguments(argv)
         if process.RESTARTED in os.environ:
-            from support.cluster.restart import continue_restarted
-
-            args = continue_restarted(args)
+            args = restart.continue_restarted(args)
         console.configure(launch.rank, args.quiet, args.verbose)
         if args.print_config:
             from support.cli.run_file import as_yaml
@@ -86,10 +88,17 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
 
             prefetch(args, launch)  # does not return
     except UserError as error:
-        launching.exit_before_start(error, verbose)
+        exit_before_start(error, verbose)
     # The imports that follow create 2 million objects and no garbage: a sixth less CPU time.
     gc.disable()
     return args, launch
+
+
+def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
+    """Report an error raised before the ranks can communicate, and exit with its exit code."""
+    if process.RESTARTED in os.environ:
+        restart.record_end(explain(error))
+    launching.exit_before_start(error, verbose)
 
 
 def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoReturn:
@@ -113,7 +122,7 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     try:
         ctx = join(args, launch)
     except BaseException as error:
-        launching.exit_before_start(error, args.verbose)
+        exit_before_start(error, args.verbose)
     try:
         if args.ds_config and args.ds_config_dict:
             from support.cli.ds_config import check_with_deepspeed

@@ -77,8 +77,7 @@ class CheckpointManager:
         Raises:
             UserError: the checkpoint does not fit this run.
         """
-        if self.may_save:
-            self.ctx.stop.defer()
+        self.ctx.stop.end_if_requested()
         if found is None:
             return NEW_RUN
         from support.checkpoints.find import refuse_other_run, report_changes

@@ -19,12 +19,15 @@ import torch
 import torch.distributed as dist
 
 from support import console, process
-from support.cluster.watchdog import ROUND_SECONDS, Watchdog
+from support.cluster.watchdog import ENDED, ROUND_SECONDS, Watchdog
 from support.errors import (
     EXIT_FAILED,
+    EXIT_PREEMPTED,
     LESS_MEMORY,
     OutOfMemory,
+    Stopped,
     StoppedBySignal,
+    TrainingError,
     UserError,
     explain,
     print_traceback,
@@ -35,6 +38,7 @@ from support.process import exit_now
 SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
+ANSWER_SECONDS = 5  # for a rank to publish its next state
 LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
 RESTART = "restart"  # begins the entry of the store that all ranks read when a rank fails
 
@@ -42,13 +46,14 @@ RESTART = "restart"  # begins the entry of the store that all ranks read when a 
 class StopSignal:
     """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
 
-    Before training a signal ends the run like an error. After `defer()` it sets `requested`, and
-    the ranks agree on it between two steps; a later Ctrl-C (SIGINT) interrupts the run at once.
+    Until the first step is complete a signal ends the run at once, because nothing is lost. Later
+    it sets `requested`, and the ranks agree on it between two steps; a later Ctrl-C (SIGINT)
+    interrupts the run at once. A run that saves no checkpoints ends at once like after an error.
     """
 
     def __init__(self) -> None:
-        self.requested, self._name = False, ""
-        self._deferred, self._first = False, 0.0
+        self.requested, self.name = False, ""
+        self._deferred, self._loses_steps, self._first = False, False, 0.0
 
     def install(self) -> None:
         """Install the handlers; only the main thread can do this."""
@@ -56,14 +61,24 @@ class StopSignal:
             if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._arrived)
 
-    def defer(self) -> None:
-        """Record further signals instead of ending the run; called when training starts.
-
-        Raises:
-            StoppedBySignal: a signal arrived earlier, and a destructor swallowed its exception.
-        """
-        if self.requested:
+    def end_if_requested(self) -> None:
+        """Raise StoppedBySignal if a signal arrived: a destructor may have swallowed the first."""
+        if self.requested and not self._deferred:
             self._end()
+
+    def step_completed(self, saves: bool) -> None:
+        """Take note that an end at once would lose a step; called after each step.
+
+        Args:
+            saves: record further signals, because the run saves a checkpoint before it ends.
+        Raises:
+            StoppedBySignal: see `end_if_requested`.
+        """
+        self._deferred, self._loses_steps = saves, True
+        self.end_if_requested()
+
+    def only_record(self) -> None:
+        """Record further signals, because another thread decides how the program ends."""
         self._deferred = True
 
     def ignore(self) -> None:
@@ -76,7 +91,7 @@ class StopSignal:
     def _arrived(self, number: int, _frame: object) -> None:
         now, repeated = time.monotonic(), self.requested
         if not repeated:
-            self.requested, self._name, self._first = True, signal.Signals(number).name, now
+            self.requested, self.name, self._first = True, signal.Signals(number).name, now
         elif now - self._first <= SAME_REQUEST_SECONDS:
             return  # `finally` and `except` blocks of the first signal may be running
         if not self._deferred:
@@ -85,9 +100,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _end(self) -> NoReturn:
-        raise StoppedBySignal(
-            f"Stopped by {self._name}; if another rank failed first, its message is above."
-        )
+        raise StoppedBySignal(self.name, self._loses_steps)
 
 
 class FailureMonitor:
@@ -135,8 +148,9 @@ class FailureMonitor:
         self._restart_if_agreed()  # a rank may have agreed on it meanwhile, and waits for it
         if error is not None:
             self.end_failed(error)
-        self._exit_at_latest(EXIT_FAILED)
-        self._leave(EXIT_FAILED)
+        code = self._code_of_first()
+        self._exit_at_latest(code)
+        self._leave(code)
 
     # ----------------------------------------------------------------------- the end of this rank
 
@@ -150,15 +164,20 @@ class FailureMonitor:
         if isinstance(shown, OutOfMemory) and shown.on_host:
             free_variables(error)  # the activations: the report below needs memory
         if self._restarts(shown):
+            self.stop.only_record()
             threading.Event().wait()  # for the watchdog's thread to replace the program
         self.stop.ignore()
-        line = f"❌ {shown}{self._place}"
-        self._exit_at_latest(shown.exit_code, line)
+        if isinstance(shown, Stopped):
+            shown = self._unless_a_rank_is_lost(shown)
+        line, code = f"{shown.mark} {shown}{self._place}", shown.exit_code
+        self._exit_at_latest(code, line)
         try:
-            own = f"{self.rank} {threading.get_ident()} {shown}"
-            reports = self._record(shown) and self._agree_on_first(own)
+            own = f"{code} on rank {self.rank}, thread {threading.get_ident()}: {shown}"
+            first = self._agree_on_first(own) if self._record(shown) else False
             self._ending.set()
-            if reports:
+            if not first and code in (EXIT_FAILED, EXIT_PREEMPTED):
+                code = self._code_of_first()
+            if first:
                 if console.verbose:
                     print_traceback(error)
                 console.write(line, sys.stderr)
@@ -168,7 +187,7 @@ class FailureMonitor:
             if self.rank == 0 and self.ranks > 1:
                 time.sleep(2 * ROUND_SECONDS)
         finally:
-            self._leave(shown.exit_code)
+            self._leave(code)
 
     def end_together(self, engine: Any, code: int) -> NoReturn:
         """Exit with `code` at the same time as all other ranks, after everything is written.
@@ -247,6 +266,20 @@ class FailureMonitor:
                 return self.store.get("failure").decode()
         return ""
 
+    def _unless_a_rank_is_lost(self, stopped: Stopped) -> UserError:
+        """Return `stopped`, or an error: launchers signal all ranks when one was killed, too."""
+        lost = []
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            lost = self.watchdog.silent_ranks(ANSWER_SECONDS)
+        if not lost or self._first_failure():
+            return stopped
+        return TrainingError(f"Rank {lost[0]} {ENDED} ({stopped.name} ended this rank.)")
+
+    def _code_of_first(self) -> int:
+        """Return the exit code of a rank that ends because of the first failure on another one."""
+        stopped = self._first_failure().startswith(f"{EXIT_PREEMPTED} ")
+        return EXIT_PREEMPTED if stopped else EXIT_FAILED
+
     def _about_memory(self) -> list[str]:
         """Return lines on what used the memory that ran out, and on what would fit."""
         lines, remedies = [], []
@@ -279,7 +312,18 @@ class FailureMonitor:
             self._restarting = True
             self.watchdog.close()
             remove_temporary_folders()
-            self.restart.replace_program(self.store, self.rank, self.ranks)
+            self.restart.wait_for_ranks(self.store, self.rank, self.ranks)
+            if self.stop.requested:
+                self._end_stopped()
+            self.restart.replace_program()
+
+    def _end_stopped(self) -> NoReturn:
+        """Exit instead of a restart; the launcher ends the other ranks."""
+        stopped = Stopped(self.stop.name)
+        self._record(stopped)
+        if self.rank == 0:
+            console.write(f"{stopped.mark} {stopped}", sys.stderr)
+        self._leave(stopped.exit_code)
 
 
 MONITOR = FailureMonitor(StopSignal())  # of this process, which ends once

@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from support import process
-from support.errors import LESS_MEMORY, OutOfMemory, UserError, explain, print_traceback
+from support.errors import (
+    LESS_MEMORY,
+    OutOfMemory,
+    Stopped,
+    TrainingError,
+    UserError,
+    explain,
+    print_traceback,
+)
 
 # A variable that only this launcher sets.
 LAUNCHER_MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
@@ -238,6 +246,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def stopped_before_start(name: str) -> UserError:
+    """Return what a signal means that ends this process before the ranks can communicate."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
+    if name == "SIGTERM" and tasks != "1":
+        # srun sends it to all tasks when one has failed, and returns the largest exit code.
+        return TrainingError(
+            f"Stopped by {name} during the start; if another rank failed first, its message is "
+            "above."
+        )
+    return Stopped(name)
+
+
 def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     """Report an error raised before the ranks can communicate, and exit with its exit code.
 
@@ -245,6 +265,9 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     before they print, and the launcher ends them meanwhile.
     """
     place, user_error = "", explain(error)
+    # A launcher ends the other ranks when one exits: they have the same error, and are silent.
+    for number in process.STOP_SIGNALS:
+        signal.signal(number, lambda *_: os._exit(user_error.exit_code))
     if not process.reports_first():
         time.sleep(START_SKEW_SECONDS)
         place = f" [rank {process.rank_variable()} on {socket.gethostname()}]"
@@ -253,7 +276,7 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     # A launcher that ends this rank from here on must not cause a second message.
     for number in process.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    print(f"❌ {user_error}{place}", file=sys.stderr, flush=True)
+    print(f"{user_error.mark} {user_error}{place}", file=sys.stderr, flush=True)
     if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
     os._exit(user_error.exit_code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from support import process
 from support.cli.arguments import Arguments
-from support.cluster.launch import agent_hosts_store
+from support.cluster.launch import agent_hosts_store, stopped_before_start
+from support.errors import UserError
+from support.files import atomic
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,10 +35,18 @@ class Restart:
     values: dict  # the flags that change, by name
     useful: Callable[[], bool]  # whether the micro-batch may be the cause of an error now
 
-    def replace_program(self, store: dist.Store, rank: int, ranks: int) -> NoReturn:
-        """Replace this program by one with other values of some flags, as all ranks do."""
+    def wait_for_ranks(self, store: dist.Store, rank: int, ranks: int) -> None:
+        """Wait until all ranks are ready to restart; if rank 0 hosts the store, it leaves first."""
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
-            _wait_for_ranks(store, rank, ranks)
+            deadline = time.monotonic() + READY_SECONDS
+            ready = store.add("restart/ready", 1)
+            leaves_first = rank == 0 or agent_hosts_store()
+            while not leaves_first or (ready < ranks and time.monotonic() < deadline):
+                time.sleep(0.1)
+                ready = store.add("restart/ready", 0)
+
+    def replace_program(self) -> NoReturn:
+        """Replace this program by one with other values of some flags, as all ranks do."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for name in os.listdir("/dev/fd"):  # sockets of libraries, which keep ports in use
@@ -43,18 +54,34 @@ class Restart:
                 os.set_inheritable(int(name), int(name) < 3)
         if process.CORES is not None:  # OpenMP may have bound this thread to one core
             os.sched_setaffinity(0, process.CORES)
+        # The new program gets a signal that arrives before it has handlers: see `handle_signals`.
+        signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
         environment = {**process.ENVIRONMENT, process.RESTARTED: json.dumps(self.values)}
         os.execve(sys.executable, process.COMMAND, environment)
 
 
-def _wait_for_ranks(store: dist.Store, rank: int, ranks: int) -> None:
-    """Wait until all ranks are ready; if rank 0 hosts the store, it leaves first."""
-    deadline = time.monotonic() + READY_SECONDS
-    ready = store.add("restart/ready", 1)
-    leaves_first = rank == 0 or agent_hosts_store()
-    while not leaves_first or (ready < ranks and time.monotonic() < deadline):
-        time.sleep(0.1)
-        ready = store.add("restart/ready", 0)
+def handle_signals() -> None:
+    """Catch the stop signals of a restarted program, also those that came before its start."""
+
+    def stopped(name: str) -> UserError:
+        record_end(error := stopped_before_start(name))
+        return error
+
+    process.catch_signals(process.ALSO_IF_IGNORED, stopped)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
+
+
+def record_end(error: UserError) -> None:
+    """Write to results.json how a restarted program ended before it has opened its folder.
+
+    The replaced program left the status "running".
+    """
+    path = Path(json.loads(os.environ[process.RESTARTED])["output_dir"]) / "results.json"
+    with contextlib.suppress(OSError, ValueError):  # a full disk, or a host without the folder
+        results = atomic.read_json(path)
+        if results["status"] == "running":
+            results |= {"status": error.status, "reason": str(error), "error_kind": error.kind}
+            atomic.write_text(path, json.dumps(results, indent=2) + "\n")
 
 
 def restart_values(args: Arguments, folder: Path) -> dict:

@@ -134,6 +134,19 @@ class Watchdog:
         known = [rank for rank, key in keys.items() if self.store.check([key])]
         return {rank: json.loads(self.store.get(keys[rank])) for rank in known}
 
+    def silent_ranks(self, seconds: float) -> list[int]:
+        """Return the other ranks that neither publish a new state nor stop, as this rank does."""
+        self.store.set(f"stopped/{self._rank}", "")
+        silent = {*range(self._ranks)} - {self._rank}
+        before, deadline = self._states(silent), time.monotonic() + seconds
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.1)
+            states = self._states(silent)
+            answered = {rank for rank in silent if states.get(rank) != before.get(rank)}
+            stopped = {rank for rank in silent if self.store.check([f"stopped/{rank}"])}
+            silent -= answered | stopped
+        return sorted(silent)
+
     # -------------------------------------------------------------------------- the hang report
 
     def dump(self, reason: str) -> None:

@@ -283,6 +283,7 @@ class Run:
                 was not (except in fp16). No checkpoint contains that step's update.
         """
         self.meter.end_step()
+        self.ctx.stop.step_completed(self.manager.may_save)
         if self.trace:
             self.trace.step()
             self.meter.pause()

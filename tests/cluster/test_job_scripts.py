@@ -4,7 +4,7 @@ import re
 
 import pytest
 from conftest import PROJECT
-from generated_scripts import LAUNCHER
+from generated_scripts import JOB, LAUNCHER
 
 from support.cli.flags import RENAMED
 
@@ -19,17 +19,17 @@ FOLDERS = {
 
 @pytest.fixture
 def requeue(stubs, tmp_path):
-    """requeue(folder, results, *args) runs slurm/train_requeue.slurm, whose ranks leave `results`
-    in a folder; returns whether the job was requeued.
+    """requeue(folder, results, *args, code=) runs slurm/train_requeue.slurm, whose ranks leave
+    `results` in a folder (None: what was there) and end; returns whether the job was requeued.
     """
     (tmp_path / "run.yaml").write_text("training:\n  output_dir: from the run file\n")
 
-    def run(folder, results, *args):
-        leave = 'mkdir -p "$FOLDER"; printf "%s" "$RESULTS" > "$FOLDER/results.json"; exit 75'
-        stubs.write("srun", leave)
+    def run(folder, results, *args, code=75):
+        leave = 'mkdir -p "$FOLDER"; printf "%s" "$RESULTS" > "$FOLDER/results.json"'
+        stubs.write("srun", f"{':' if results is None else leave}; exit {code}")
         command = ["bash", PROJECT / "slurm" / "train_requeue.slurm", *args]
         done = stubs.run(command, tmp_path, {"FOLDER": folder, "RESULTS": results})
-        assert done.code == 75 and "Traceback" not in done.err, done.out + done.err
+        assert done.code == code and "Traceback" not in done.err, done.out + done.err
         return ["requeue", "7"] in stubs.calls("scontrol")
 
     return run
@@ -46,6 +46,26 @@ def test_a_run_that_was_stopped_is_requeued_wherever_it_writes(requeue, stubs, c
 @pytest.mark.parametrize("left", ["", """{"status": "failed", "reason": "\\"preempted\\""}"""])
 def test_a_run_that_failed_is_not_requeued(requeue, left):
     assert not requeue("out", left, "--output_dir=out")
+
+
+@pytest.mark.parametrize("earlier", [None, '{"status": "completed"}', '{"status": "preempted"}'])
+def test_until_results_are_written_the_exit_code_tells_whether_the_job_was_stopped(
+    requeue, tmp_path, earlier
+):
+    (tmp_path / "out").mkdir()
+    if earlier:
+        (tmp_path / "out" / "results.json").write_text(earlier)
+    for code in (0, 1, 2, 137):
+        assert not requeue("out", None, "--output_dir=out", code=code)
+    assert requeue("out", None, "--output_dir=out")
+
+
+@pytest.mark.parametrize("example", [path.name for path in (PROJECT / "slurm").glob("*.slurm")])
+def test_a_batch_script_that_bash_starts_says_so(stubs, tmp_path, example):
+    env = {name: None for name in JOB if name.startswith("SLURM_")}
+    job = stubs.run(["bash", PROJECT / "slurm" / example], tmp_path, env)
+    assert job.code == 2 and "sbatch" in job.error and job.err.count("\n") == 1
+    assert not stubs.calls("scontrol")
 
 
 # What sbatch leaves in the environment, and the ranks on each node, their cores, and the GPUs of

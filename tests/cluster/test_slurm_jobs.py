@@ -1,12 +1,15 @@
 """Every file in slurm/ and every generated job runs as it is on a real Slurm."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster_work import WORK, setup, wait_for
 from conftest import (
@@ -72,7 +75,6 @@ def test_examples_are_what_the_templates_make():
 
     for name, text in jobs.examples().items():
         assert (PROJECT / "slurm" / name).read_text() == text
-        assert len(text.splitlines()) < 90
 
 
 # The other two train in the tests below: one is cancelled, the other requeued.
@@ -84,7 +86,10 @@ def test_example_on_one_rank_a_node(slurm, alone, project, example):
     job, code = submit(project / "slurm" / example, *WORK, sbatch=ranks, cwd=work)
     said = output_of(work, job)
     assert code == 0, said
-    assert re.search(rf"Job {job} on {nodes} nodes: node", said) and "Master: node1:" in said
+    hosts = " ".join(["node1", "node2"][:nodes])
+    for line in (f"Job ID: {job}", f"Number of nodes: {nodes}", f"({hosts})", "address: node1:"):
+        assert line in said, said
+    assert re.search(r"GPUs per node: \d .allocated by Slurm", said)
     assert (work / f"train-{job}.out").exists() and (work / f"train-{job}.err").exists()
     results = results_of(work, job)
     assert results["status"] == "completed" and results["world_size"] == 2
@@ -109,12 +114,31 @@ def started(work, job):
     return "Epoch 1" in output_of(work, job)
 
 
+def ranks_that_handle_signals():
+    """The ranks of the job that catch SIGUSR1, which kills any other process."""
+    found = []
+    for rank in descendants_of_test():
+        with contextlib.suppress(psutil.Error, OSError, KeyError):
+            status = Path(f"/proc/{rank.pid}/status").read_text()
+            caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+            if "SLURM_PROCID" in rank.environ() and "srun" not in rank.name():
+                found += [rank] if caught >> (signal.SIGUSR1 - 1) & 1 else []
+    return found
+
+
 def test_requeued_job_goes_on_to_the_same_end(slurm, script, project):
     """Warned as Slurm warns before the time limit."""
     work = project.parent / "my work"
     file, long = project / "slurm" / "train_requeue.slurm", ["--epochs", "40", "--max_steps", "100"]
     flags = [*WORK, *long, "--logging_steps", "1"]
     job, _ = submit(file, *flags, sbatch=ONE_RANK_A_NODE, cwd=work, wait=False)
+    # Before it trains: while the ranks import torch, and later.
+    wait_for(lambda: len(ranks_that_handle_signals()) == 2, 60, "no rank starts")
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait_for(lambda: "requeued (start 1)" in output_of(work, job), 60, "not requeued")
+    wait_for(lambda: "Model loaded" in output_of(work, job), 90, "the job does not start")
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait_for(lambda: "requeued (start 2)" in output_of(work, job), 60, "not requeued")
     wait_for(lambda: started(work, job), 90, "the job does not train")
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
     wait_for(lambda: "Resumed from" in output_of(work, job), 90, "the job was not requeued")

@@ -15,6 +15,7 @@ ROW = re.compile(r"^\| `(\w+)` \| ([^|]+?) \| (.+) \|$", re.M)
 BY_STATUS = {  # the tables that a file must have
     "completed": ["In every", "Once model", "completed or", "run completed:"],
     "preempted": ["In every", "Once model", "completed or"],
+    "preempted before the first step": ["In every"],
 }
 SIMPLE: dict[str, Any] = {"int": int, "number": (int, float), "text": str, "bool": bool}
 SIMPLE |= {"object": dict, "map": dict, "list": list, "any": object}
@@ -45,7 +46,10 @@ def table(*starts: str) -> dict[str, tuple[str, set[str]]]:
 
 def problems_of_results(results: dict) -> Iterator[str]:
     """Yield what in results.json does not agree with the page, given how the run ended."""
-    required = table(*BY_STATUS.get(str(results.get("status")), ["In every"]))
+    status = str(results.get("status"))
+    if status == "preempted" and "steps" not in results:
+        status += " before the first step"
+    required = table(*BY_STATUS.get(status, ["In every"]))
     yield from (f"{key} is missing" for key in required if key not in results)
     known = table("In every", "Once", "If the run")
     yield from problems_of(results, known, "")

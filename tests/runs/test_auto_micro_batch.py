@@ -1,7 +1,12 @@
 """--auto_micro_batch: a run that needs too much memory continues with smaller micro-batches."""
 
+import json
+import sys
+
 import pytest
-from conftest import FAULT, assert_close, descendants_of_test
+from conftest import FAULT, SCRIPT, assert_close, descendants_of_test, finish, start
+
+from support import process
 
 WORK = "--seq_length 32 --max_steps 4 --dropout 0 --precision fp32 --no_eval --no_export".split()
 
@@ -41,3 +46,34 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run(script):
     run = script(*flags, program=FAULT, env={"FAULT": "oom_above:0:0"}, real=True, ok=False)
     assert run.code == 3 and "Out of memory" in run.error
     assert (run.results["status"], run.results["batch_size"]) == ("oom", 1)
+
+
+@pytest.mark.parametrize(
+    "code_of_torch, before, code, status",
+    [
+        ("import os, time; os.kill(os.getpid(), 15); time.sleep(30)", "running", 75, "preempted"),
+        ("import os, time; os.kill(os.getpid(), 15); time.sleep(30)", "failed", 75, "failed"),
+        ("raise ImportError('libtorch.so: failed to map segment')", "running", 1, "failed"),
+        # While the program was replaced: the signal is blocked, and pending.
+        ("raise ImportError('was not stopped')", "running", 75, "preempted"),
+    ],
+)
+def test_results_of_a_run_that_ends_while_it_starts_again(
+    tmp_path, code_of_torch, before, code, status
+):
+    (tmp_path / "torch.py").write_text(code_of_torch)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text(json.dumps({"status": before}))
+    values = {"batch_size": 2, "gradient_accumulation_steps": 4, "output_dir": "out"}
+    env = {"PYTHONPATH": ".", process.RESTARTED: json.dumps(values)}
+    command = [sys.executable, SCRIPT, "--auto_micro_batch"]
+    if "was not stopped" in code_of_torch:
+        replace = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [15]); "
+        replace += "os.kill(os.getpid(), 15); os.execv(sys.executable, sys.orig_argv[3:])"
+        command = [sys.executable, "-c", replace, *command]
+    run = start(command, env, cwd=tmp_path)
+    _, err = finish(run, 20)
+    assert run.returncode == code and err.count("\n") < 3 and "Traceback" not in err, err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["status"] == status
+    assert before != "running" or results["reason"] in err

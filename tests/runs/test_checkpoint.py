@@ -144,6 +144,26 @@ def test_a_signal_to_one_rank_saves_and_resume_goes_on(script, flags_of, uninter
     assert history(tmp_path) == history(uninterrupted("zero2").folder)
 
 
+def test_a_signal_before_the_first_step_is_no_failure_and_resume_starts(
+    script, flags_of, uninterrupted, tmp_path
+):
+    """To one of two ranks; from a checkpoint, the step that it holds is kept."""
+    work = [*flags_of("dp"), "--output_dir", tmp_path]
+    fault = {"program": FAULT, "env": {"FAULT": "signal:1:1"}}  # while it reads the first step
+    stopped = script(*work, **TWO, **fault, folder=tmp_path, ok=False)
+    assert (stopped.results["status"], stopped.results["error_kind"]) == ("preempted", None)
+    assert "SIGUSR1" in stopped.results["reason"] and "❌" not in stopped.out + stopped.err
+    assert stopped.out.count("⏸️") + stopped.err.count("⏸️") == 1
+    assert not (tmp_path / "checkpoints").exists() and descendants_of_test() == []
+    check_schema(tmp_path, metrics=False)
+    script(*work, "--resume", "--save_every", "4", **TWO, folder=tmp_path)
+    assert history(tmp_path) == history(uninterrupted("dp").folder)
+    kept = checkpoints(tmp_path)
+    more = [*work, "--epochs", "9", "--resume", "--resume_force"]
+    assert script(*more, **TWO, **fault, folder=tmp_path, ok=False).results["status"] == "preempted"
+    assert checkpoints(tmp_path) == kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher, strategy", [("deepspeed", "zero1"), ("accelerate", "dp")])
 def test_a_signal_to_the_launcher(tmp_path, launcher, strategy):
@@ -176,7 +196,7 @@ def test_exit_code_of_a_run_that_was_stopped(begin, tmp_path, number):
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_during_an_evaluation(script, tmp_path):
-    """Before the first step, when there are no moments to save."""
+    """Before the first step, when there is nothing to save."""
     work = [*ON_TWO, *"--eval_first --eval_samples 2000 --max_steps 3 --output_dir".split()]
     process = start([*launcher_command("torchrun", 2), SCRIPT, *work, tmp_path / "stopped"])
     reached(process, "Dataset ready")
@@ -184,7 +204,7 @@ def test_a_signal_to_one_rank_during_an_evaluation(script, tmp_path):
     ranks_of(process)[1].send_signal(signal.SIGUSR1)
     finish(process, 40)
     assert Run(folder=tmp_path / "stopped").results["status"] == "preempted"
-    assert checkpoints(tmp_path / "stopped") == ["latest", *steps(0)]
+    assert not (tmp_path / "stopped" / "checkpoints").exists()
     script(*work, tmp_path / "stopped", "--resume", "--no_save", **TWO)
     script(*work, tmp_path / "whole", **TWO)
     assert history(tmp_path / "stopped") == history(tmp_path / "whole")

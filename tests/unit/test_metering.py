@@ -41,8 +41,10 @@ def open_run(tmp_path, clock) -> Run:
     """A run of `STEPS` steps whose tracker takes `LOG` seconds a record, and StepMemory `PAUSE`."""
     device = SimpleNamespace(type="cpu")
     ctx = SimpleNamespace(device=device, is_main=True, simulated=False, precision="fp32")
+    ctx.stop = MagicMock()
     run = Run(ctx, tmp_path, {})
     run.args = SimpleNamespace(logging_steps=1, streaming=False)
+    run.manager = MagicMock()
     run.state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
     step_memory = MagicMock(slows_down=False)
     for name in ("begin", "mark", "after_backward", "end"):

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from support import process
 from support.cluster import comm_volume, process_group, watchdog
-from support.cluster.failures import StopSignal
+from support.cluster.failures import FailureMonitor, StopSignal
 from support.cluster.hang_report import diagnosis
 from support.cluster.launch import Launch
+from support.cluster.restart import Restart
 from support.errors import StoppedBySignal, TrainingError, UserError, explain
 from support.train_state import TrainState
 
@@ -52,6 +53,17 @@ def test_a_rank_that_stops_answering_is_reported_in_time(ranks, monkeypatch, sta
     else:
         with pytest.raises(TrainingError, match="Rank 1 ended without"):
             rounds(ranks[:1], 2)
+
+
+def test_ranks_that_do_not_answer_while_this_one_stops(ranks):
+    rounds(ranks, 1)
+    assert ranks[0].silent_ranks(0.2) == [1]
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ranks[0].silent_ranks, 5)
+        time.sleep(0.2)
+        rounds(ranks[1:], 1)
+        assert answer.result() == []
+    assert ranks[1].silent_ranks(5) == []  # rank 0 stops
 
 
 def test_a_store_that_has_ended_is_reported(ranks, monkeypatch):
@@ -232,14 +244,33 @@ def test_no_library_can_swallow_a_signal(stop):
         except Exception:
             pytest.fail("swallowed")
     shown = explain(found.value)
-    assert isinstance(shown, TrainingError) and "SIGTERM" in str(shown)
+    assert (shown.exit_code, shown.status) == (75, "preempted") and "SIGTERM" in str(shown)
     os.kill(os.getpid(), signal.SIGTERM)  # the launcher's repetition does not disturb `finally`
     with pytest.raises(StoppedBySignal):  # a destructor may have swallowed the first one
-        stop.defer()
+        stop.end_if_requested()
+    with pytest.raises(StoppedBySignal) as found:
+        stop.step_completed(saves=False)
+    shown = explain(found.value)  # steps are lost
+    assert (shown.exit_code, shown.status) == (1, "failed") and "SIGTERM" in str(shown)
+
+
+def test_a_stop_signal_while_the_ranks_restart_is_not_lost(stop, monkeypatch):
+    """It arrives in the main thread, while another one replaces the program."""
+    ended, recorded = [], []
+    monitor = FailureMonitor(stop)
+    monitor.watchdog.store.set("failure", "restart of rank 1")
+    monitor.record = lambda error: recorded.append(error.status) or True
+    monkeypatch.setattr(monitor, "_leave", ended.append)
+    monitor.restart = Restart({}, bool)
+    monkeypatch.setattr(monitor.restart, "replace_program", lambda: ended.append("replaced"))
+    stop.only_record()
+    os.kill(os.getpid(), signal.SIGTERM)
+    monitor._restart_if_agreed()
+    assert ended[0] == 75 and recorded == ["preempted"]
 
 
 def test_a_first_stop_signal_requests_a_save_and_a_later_one_interrupts(stop, monkeypatch):
-    stop.defer()
+    stop.step_completed(saves=True)
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.requested
