@@ -88,10 +88,11 @@ def build_parser() -> kinds.Parser:
         add("--config", metavar="FILE", required=True, help="the run file (YAML) to use")
         add("--num_nodes", type=COUNT, default=1, help="nodes (default: 1)")
         add("--num_gpus_per_node", type=COUNT, default=1, help="ranks per node (default: 1)")
-        said = "start with DeepSpeed's launcher, on a single node only"
+        said = "start with DeepSpeed's launcher; torchrun on several nodes, srun with --requeue"
         add("--use_deepspeed", action="store_true", help=said)
     launcher("--master_addr", type=word, default="127.0.0.1", help="address of the first node")
-    launcher("--master_port", type=PORT, default=29500, help="(default: 29500)")
+    said = "(default: 29500; torchrun on one node chooses a free one)"
+    launcher("--master_port", type=PORT, help=said)
     launcher("--node_rank", type=int, default=0, help="index of this node (default: NODE_RANK)")
     slurm("--time_limit", metavar="HH:MM:SS", default="02:00:00", help="(default: 02:00:00)")
     slurm("--partition", type=word, help="partition of the job")
@@ -140,9 +141,8 @@ def main() -> None:
     except OSError as error:
         raise TrainingError(f"{args.output} cannot be written: {error.strerror}.") from error
     print(f"📁 {args.output}\n{following}")
-    requeues = getattr(args, "requeue", False)
-    if getattr(args, "use_deepspeed", False) and (args.num_nodes > 1 or requeues):
-        print("ℹ️  --use_deepspeed needs a single node without --requeue: see the script.")
+    if args.command in ("launcher", "slurm") and (note := setup_files.launcher_note(args)):
+        print(f"ℹ️  {note}")
 
 
 if __name__ == "__main__":

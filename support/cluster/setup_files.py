@@ -61,6 +61,19 @@ def fsdp_config(args: argparse.Namespace, made_by: str) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
+def launcher_note(args: argparse.Namespace) -> str:
+    """Return what starts the ranks if --use_deepspeed cannot be followed, or ""."""
+    requeues = getattr(args, "requeue", False)
+    if not args.use_deepspeed or (args.num_nodes == 1 and not requeues):
+        return ""
+    why = "forwards no signals" if requeues else "needs ssh between the nodes"
+    starter = "srun" if requeues else "torchrun"
+    return (
+        f"--use_deepspeed: {starter} starts the ranks, because DeepSpeed's launcher {why}. "
+        "The strategy is unchanged."
+    )
+
+
 def launch_script(args: argparse.Namespace, made_by: str) -> str:
     """Return a script to run on each machine."""
     if args.num_nodes > 1 and args.master_addr == "127.0.0.1":
@@ -71,6 +84,7 @@ def launch_script(args: argparse.Namespace, made_by: str) -> str:
     return slurm.fill(
         "launch",
         made_by=made_by,
+        note=launcher_note(args),
         project=shlex.quote(str(PROJECT)),
         activate=slurm.ACTIVATE,
         config=shlex.quote(str(Path(args.config).absolute())),
@@ -112,4 +126,6 @@ def slurm_job(args: argparse.Namespace, made_by: str) -> str:
         activate = Path(args.venv).expanduser().absolute() / "bin" / "activate"
         values["activate"] = f"source {shlex.quote(str(activate))}"
     about = f"Made by:\n    {made_by}\n\nSubmit it with\n    sbatch {shlex.quote(str(args.output))}"
+    if note := launcher_note(args):
+        about += f"\n\n{note}"
     return slurm.batch_script(kind, about, arguments, **values)

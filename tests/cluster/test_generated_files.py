@@ -97,6 +97,36 @@ def test_launcher_scripts_run(script, alone, run_file):
         assert found == (launcher, 2, "zero1")
 
 
+TWO_NODES = ["--num_nodes", "2", "--master_addr", "n1"]
+# Flags of a generated script, what starts the ranks, and arguments that it gets.
+STARTED_BY = {
+    "one node": (LAUNCHER, "torchrun", ["--standalone"]),
+    "one node and a port": ([*LAUNCHER, "--master_port", "4000"], "torchrun", ["4000"]),
+    "one node and deepspeed": ([*LAUNCHER, "--use_deepspeed"], "deepspeed", ["29500"]),
+    "two nodes": ([*LAUNCHER, *TWO_NODES], "torchrun", ["--nnodes=2", "29500"]),
+    "two nodes and deepspeed": ([*LAUNCHER, *TWO_NODES, "--use_deepspeed"], "torchrun", ["29500"]),
+    "a job of two nodes": ([*SLURM, "--num_nodes", "2", "--use_deepspeed"], "srun", ["torchrun"]),
+    "a job that is requeued": ([*SLURM, "--requeue", "--use_deepspeed"], "srun", ["--resume"]),
+}
+
+
+@pytest.mark.parametrize("case", STARTED_BY)
+def test_what_starts_the_ranks(generate, stubs, tmp_path, case):
+    """Where --use_deepspeed cannot be followed, the program and its file say what is used."""
+    flags, program, arguments = STARTED_BY[case]
+    run = generate(*flags, "--output", "made.sh")
+    text = Path("made.sh").read_text()
+    replaced = "--use_deepspeed" in flags and program != "deepspeed"
+    for said in (run.out, text):
+        assert ("strategy is unchanged" in said) == replaced, said
+    assert ("script on each node" in text) == ("--master_addr" in flags)
+    job = stubs.run(["bash", "made.sh"], tmp_path)
+    assert job.code == 0, job.err
+    [call] = stubs.calls(program)
+    for argument in arguments:
+        assert argument in call or any(part.endswith(f"={argument}") for part in call), call
+
+
 @pytest.mark.parametrize(
     "args, said",
     [

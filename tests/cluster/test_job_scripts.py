@@ -4,7 +4,7 @@ import re
 
 import pytest
 from conftest import PROJECT
-from generated_scripts import JOB, LAUNCHER
+from generated_scripts import JOB, LAUNCHER, SLURM
 
 from support.cli.flags import RENAMED
 
@@ -66,6 +66,13 @@ def test_a_batch_script_that_bash_starts_says_so(stubs, tmp_path, example):
     job = stubs.run(["bash", PROJECT / "slurm" / example], tmp_path, env)
     assert job.code == 2 and "sbatch" in job.error and job.err.count("\n") == 1
     assert not stubs.calls("scontrol")
+
+
+def test_a_generated_batch_script_that_bash_starts_says_so(generate, stubs, tmp_path):
+    env = {name: None for name in JOB if name.startswith("SLURM_")}
+    generate(*SLURM, "--output", "job.sh")
+    job = stubs.run(["bash", "job.sh"], tmp_path, env)
+    assert job.code == 2 and "sbatch job.sh" in job.error and not stubs.calls("srun")
 
 
 # What sbatch leaves in the environment, and the ranks on each node, their cores, and the GPUs of
