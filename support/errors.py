@@ -56,22 +56,19 @@ class HostOutOfMemory(OutOfMemory):
 
 
 class Stopped(UserError):
-    """A stop signal before the first step was complete: not a failure, and no step is lost.
-
-    Args:
-        name: name of the signal.
-    """
+    """A stop signal before the first step was complete: not a failure, and no step is lost."""
 
     exit_code = EXIT_PREEMPTED
     status = "preempted"
     kind = None
     mark = "⏸️ "
 
-    def __init__(self, name: str):
-        self.name = name
-        super().__init__(
-            f"Stopped by {name} before the first step was complete: nothing was saved. The same "
-            "command starts again, with --resume from the checkpoint in its folder, if any."
+    @classmethod
+    def by(cls, signal_name: str) -> "Stopped":
+        """Return the error of a stop by a signal."""
+        return cls(
+            f"Stopped by {signal_name} before the first step was complete: nothing was saved. The "
+            "same command starts again, with --resume from the checkpoint in its folder, if any."
         )
 
 
@@ -198,7 +195,7 @@ def explain(error: BaseException) -> UserError:
     if isinstance(error, UserError):
         shown = error
     elif isinstance(error, StoppedBySignal) and not error.loses_steps:
-        shown = Stopped(error.name)
+        shown = Stopped.by(error.name)
     elif isinstance(error, KeyboardInterrupt):
         shown = TrainingError(str(error) or "Interrupted before the end; nothing more was written.")
     else:

@@ -59,7 +59,7 @@ class CheckpointManager:
             self.state = sharded_state(self.module, self.objects.optimizer, self.ctx.device)
         if args.load_best_at_end:  # imported before the training, as in export.target_of
             from support.checkpoints import find  # noqa: F401
-        self.may_save = not (args.eval_only or args.no_save)
+        self.may_save = self.ctx.shares_output and not (args.eval_only or args.no_save)
         self._stop = DelayedFlag()
 
     @staticmethod

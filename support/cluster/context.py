@@ -30,6 +30,7 @@ class DistContext:
         real_world_size: number of processes that exist: 1 in a simulation.
         precision: of the computation: "fp32", "bf16" or "fp16".
         nodes: number of nodes.
+        shares_output: whether all nodes see the output folder; otherwise only rank 0 writes to it.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class DistContext:
         self.simulated = backend == "fake"
         self.real_world_size = 1 if self.simulated else launch.world_size
         self.stop, self.store = MONITOR.stop, store or dist.HashStore()
-        self.precision, self.nodes = "fp32", 1
+        self.precision, self.nodes, self.shares_output = "fp32", 1, True
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,6 +6,7 @@ With --auto_micro_batch all ranks may start again instead (restart.py).
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -40,6 +41,7 @@ GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 ANSWER_SECONDS = 5  # for a rank to publish its next state
 LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
+ENTRY = r"(\d+) on rank \d+, thread \d+: (.*)"  # of the first failure: exit code, message
 RESTART = "restart"  # begins the entry of the store that all ranks read when a rank fails
 
 
@@ -150,6 +152,7 @@ class FailureMonitor:
             self.end_failed(error)
         code = self._code_of_first()
         self._exit_at_latest(code)
+        self._record(self._first_error(TrainingError("Another rank failed.")))
         self._leave(code)
 
     # ----------------------------------------------------------------------- the end of this rank
@@ -173,7 +176,7 @@ class FailureMonitor:
         self._exit_at_latest(code, line)
         try:
             own = f"{code} on rank {self.rank}, thread {threading.get_ident()}: {shown}"
-            first = self._agree_on_first(own) if self._record(shown) else False
+            first = self._record(self._first_error(shown)) and self._agree_on_first(own)
             self._ending.set()
             if not first and code in (EXIT_FAILED, EXIT_PREEMPTED):
                 code = self._code_of_first()
@@ -273,7 +276,19 @@ class FailureMonitor:
             lost = self.watchdog.silent_ranks(ANSWER_SECONDS)
         if not lost or self._first_failure():
             return stopped
-        return TrainingError(f"Rank {lost[0]} {ENDED} ({stopped.name} ended this rank.)")
+        return TrainingError(f"Rank {lost[0]} {ENDED} ({self.stop.name} ended this rank.)")
+
+    def _first_error(self, own: UserError) -> UserError:
+        """Return the error of the rank that failed first; `own` if there is none.
+
+        On a disk of its own that rank cannot write results.json: rank 0 records the error.
+        """
+        found = re.fullmatch(ENTRY, self._first_failure(), re.DOTALL)
+        if found is None:
+            return own
+        kinds = (UserError, OutOfMemory, Stopped)
+        kind = next((kind for kind in kinds if kind.exit_code == int(found[1])), TrainingError)
+        return kind(found[2])
 
     def _code_of_first(self) -> int:
         """Return the exit code of a rank that ends because of the first failure on another one."""
@@ -319,7 +334,7 @@ class FailureMonitor:
 
     def _end_stopped(self) -> NoReturn:
         """Exit instead of a restart; the launcher ends the other ranks."""
-        stopped = Stopped(self.stop.name)
+        stopped = Stopped.by(self.stop.name)
         self._record(stopped)
         if self.rank == 0:
             console.write(f"{stopped.mark} {stopped}", sys.stderr)

@@ -255,7 +255,7 @@ def stopped_before_start(name: str) -> UserError:
             f"Stopped by {name} during the start; if another rank failed first, its message is "
             "above."
         )
-    return Stopped(name)
+    return Stopped.by(name)
 
 
 def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:

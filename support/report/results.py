@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import secrets
 import shlex
 import statistics
 import sys
@@ -46,8 +47,8 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
         The folder; on rank 0 its lock file, or None on a file system without locks.
     Raises:
         UserError: the folder cannot be created, is in use by another run, has checkpoints that no
-            flag allows to replace, or is not on a disk that all nodes share although the run writes
-            checkpoints or the export.
+            flag allows to replace, or is not on a disk that all nodes share although the flags
+            request checkpoints.
     """
     lock, started = None, time.strftime("%Y%m%d-%H%M%S")
     name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
@@ -67,26 +68,60 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
                 f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
                 "--overwrite replaces it; or name another folder."
             )
-    folder = Path(ctx.broadcast_from_rank0(name))
-    if ctx.nodes > 1 and not (args.no_save and args.no_export):
-        check_all_see(folder, ctx)
+    name, host = ctx.broadcast_from_rank0((name, platform.node()))
+    folder = Path(name)
+    if ctx.nodes > 1:
+        blind = hosts_that_do_not_share(folder, ctx)
+        ctx.shares_output = not blind
+        if ctx.launch.is_node_leader and ctx.launch.node and "SLURM_JOB_ID" not in os.environ:
+            # Under Slurm all ranks have one log. Elsewhere each host has a terminal.
+            console.write(
+                f"ℹ️  Rank 0 is on {host}: it prints the training, and writes to {folder}."
+            )
+        if blind:
+            settle_without_shared_disk(args, f"{folder} on {host}", blind)
     return folder, lock
 
 
-def check_all_see(folder: Path, ctx: DistContext) -> None:
-    """Check that every rank sees the output folder, because each writes its part of a checkpoint.
-
-    All ranks call it at the start, so that the run does not fail hours later at its first save.
-    """
-    deadline = time.monotonic() + 10  # NFS shows a new folder with a delay
-    while not (sees := (folder / ".lock").exists()) and time.monotonic() < deadline:
+def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:
+    """Return the hosts that do not see rank 0's output folder. All ranks call it."""
+    # A new name: a host may have a folder of this name, of an earlier run.
+    mark = folder / f"{atomic.PARTIAL}{ctx.broadcast_from_rank0(secrets.token_hex(4))}-shared"
+    if ctx.is_main:
+        mark.touch()
+    deadline = time.monotonic() + 10  # NFS shows a new file with a delay
+    while not (sees := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = {*ctx.all_gather("" if sees else platform.node())} - {""}
-    if blind:
+    if ctx.is_main:
+        mark.unlink(missing_ok=True)
+    return sorted(blind)
+
+
+def settle_without_shared_disk(args: Arguments, place: str, blind: list[str]) -> None:
+    """Refuse a run that writes checkpoints, because each rank writes its part of one.
+
+    At the start, so that the run does not fail hours later at its first save. Without checkpoints
+    only rank 0 writes.
+
+    Args:
+        place: the output folder and its host.
+        blind: the hosts that do not share it.
+    """
+    hosts = f"{', '.join(blind)} {'do' if len(blind) > 1 else 'does'} not share"
+    saving = "save_every", "save_epochs", "load_best_at_end"
+    flags = [f"--{flag}" for flag in saving if getattr(args, flag)]
+    if args.resume == "":
+        flags.append("--resume")
+    if flags:
         raise UserError(
-            f"--output_dir {folder} is on no disk that {', '.join(sorted(blind))} shares "
-            "with rank 0: name one that all nodes see, or add --no_save --no_export."
+            f"--output_dir {place}: {hosts} this disk, and every rank writes its part of a "
+            f"checkpoint. Name a folder that all nodes see, or leave out {' '.join(flags)}."
         )
+    console.warn(
+        f"--output_dir {place}: {hosts} this disk. Results and model are written there, and no "
+        "checkpoint: a stop signal or an error loses the steps."
+    )
 
 
 # ---------------------------------------------------------------------------- content of results

@@ -242,8 +242,8 @@ class Run:
         Returns:
             False if another rank has already written an error.
         """
-        if self.earlier is not None:
-            return True
+        if self.earlier is not None or not (self.ctx.is_main or self.ctx.shares_output):
+            return True  # rank 0 records the first failure of another host
         recorded = results.read_results(self.path) or {}
         is_this_run = recorded.get("started_at") == self.facts["started_at"]
         if is_this_run and recorded["status"] != "running":

@@ -120,6 +120,28 @@ def test_a_machine_that_differs_is_named(machines, tmp_path):
     assert "node3" in line and "version of code" in line
 
 
+def test_machines_without_a_shared_disk_keep_the_model(machines, tmp_path):
+    """On the disk of rank 0; a machine that fails is recorded there, and checkpoints are refused."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in machines.names:
+        machines.enter(name, "mount", "-t", "tmpfs", "tmpfs", own)
+    work = [argument for argument in WORK if argument != "--no_export"]
+    work += ["--max_steps", "2", "--output_dir", own / "out"]
+    said = ends(on_each(machines, *work), 120)
+    assert [code for code, _ in said.values()] == [0, 0, 0], said
+    [main] = [name for name, (_, text) in said.items() if "Training Complete" in text]
+    for name, (_, text) in said.items():
+        assert (f"Rank 0 is on {main}" in text) == (name != main), text
+        found = subprocess.run(machines.on(name, "ls", own / "out" / "hf"), capture_output=True)
+        assert (b"model.safetensors" in found.stdout) == (name == main)
+    said = ends(on_each(machines, *work, "--overwrite", "--save_every", "1"), 60)
+    [line] = errors(said)
+    assert "--save_every" in line and "checkpoint" in line
+    for name in machines.names:
+        machines.enter(name, "umount", own)
+
+
 def test_a_rank_that_never_comes_is_named(machines, tmp_path):
     processes = {}
     for rank, name in enumerate(machines.names[:2]):

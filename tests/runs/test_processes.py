@@ -69,7 +69,7 @@ def results_of(folder, main=True):
     """A Run as a rank has it, without a process group."""
     from support.report.run import Run
 
-    ctx = SimpleNamespace(is_main=main, lock=None)
+    ctx = SimpleNamespace(is_main=main, lock=None, shares_output=True)
     facts = {"status": "running", "reason": None, "started_at": "2026-01-01T00:00:00+00:00"}
     results = Run(ctx, folder, facts)
     if main:

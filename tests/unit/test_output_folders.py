@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from support.files.atomic import (
     remove_leftovers,
     start_folder,
 )
-from support.report.results import check_all_see
+from support.report.results import hosts_that_do_not_share, settle_without_shared_disk
 from support.startup import check_model_path
 
 
@@ -104,11 +105,38 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
         check_model_path(parse_arguments(["--model", str(tmp_path)]))
 
 
-def test_a_folder_that_not_all_nodes_share_is_refused(tmp_path):
+def test_hosts_that_do_not_share_the_folder_are_found(tmp_path, monkeypatch):
+    """Also if they have a folder of the same name, of an earlier run there."""
+    monkeypatch.setattr("support.report.results.time.monotonic", count(step=20).__next__)
+    monkeypatch.setattr("support.report.results.platform.node", lambda: "node1")
+    main = SimpleNamespace(is_main=True, broadcast_from_rank0=str, all_gather=lambda own: [own])
     (tmp_path / ".lock").touch()
-    ctx = SimpleNamespace(all_gather=lambda own: [own, "node2"])
-    with pytest.raises(UserError, match=r"node2 shares with rank 0"):
-        check_all_see(tmp_path, ctx)
+    assert hosts_that_do_not_share(tmp_path, main) == []
+    other = SimpleNamespace(**{**vars(main), "is_main": False})
+    assert hosts_that_do_not_share(tmp_path, other) == ["node1"]
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    "flags, refused",
+    [
+        ([], ""),
+        (["--no_save"], ""),
+        (["--resume", "elsewhere"], ""),
+        (["--save_every", "2"], "--save_every"),
+        (["--save_epochs"], "--save_epochs"),
+        (["--load_best_at_end"], "--load_best_at_end"),
+        (["--output_dir", "out", "--resume"], "--resume"),
+    ],
+)
+def test_only_checkpoints_need_a_folder_that_all_nodes_share(capfd, flags, refused):
+    args = parse_arguments(flags)
+    if refused:
+        with pytest.raises(UserError, match=f"node2, node3 do not share .* leave out {refused}"):
+            settle_without_shared_disk(args, "out on node1", ["node2", "node3"])
+    else:
+        settle_without_shared_disk(args, "out on node1", ["node2", "node3"])
+        assert "out on node1" in capfd.readouterr().out
 
 
 def test_files_of_limited_size_have_an_index(tmp_path):
