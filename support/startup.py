@@ -119,6 +119,8 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()
     gc.enable()
+    if process.RESTARTED in os.environ:
+        MONITOR.record = restart.record_end  # until the run opens its folder
     try:
         ctx = join(args, launch)
     except BaseException as error:

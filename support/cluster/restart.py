@@ -71,10 +71,13 @@ def handle_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
 
 
-def record_end(error: UserError) -> None:
+def record_end(error: UserError) -> bool:
     """Write to results.json how a restarted program ended before it has opened its folder.
 
     The replaced program left the status "running".
+
+    Returns:
+        True, as `FailureMonitor.record` does for an error to be reported.
     """
     path = Path(json.loads(os.environ[process.RESTARTED])["output_dir"]) / "results.json"
     with contextlib.suppress(OSError, ValueError):  # a full disk, or a host without the folder
@@ -82,6 +85,7 @@ def record_end(error: UserError) -> None:
         if results["status"] == "running":
             results |= {"status": error.status, "reason": str(error), "error_kind": error.kind}
             atomic.write_text(path, json.dumps(results, indent=2) + "\n")
+    return True
 
 
 def restart_values(args: Arguments, folder: Path) -> dict:
