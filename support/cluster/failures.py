@@ -79,6 +79,11 @@ class StopSignal:
         self._deferred, self._loses_steps = saves, True
         self.end_if_requested()
 
+    @property
+    def ended_start(self) -> bool:
+        """Whether a signal has arrived before the first step was complete."""
+        return self.requested and not (self._deferred or self._loses_steps)
+
     def only_record(self) -> None:
         """Record further signals, because another thread decides how the program ends."""
         self._deferred = True
@@ -163,7 +168,8 @@ class FailureMonitor:
         results.json is written first, by this thread, which needs no other thread and little
         memory. Only the rank that fails first reports: the errors of the others are consequences.
         """
-        shown = explain(error)
+        # A library may convert the exception of the signal, or report that its compiler was killed.
+        shown = Stopped.by(self.stop.name) if self.stop.ended_start else explain(error)
         if isinstance(shown, OutOfMemory) and shown.on_host:
             free_variables(error)  # the activations: the report below needs memory
         if self._restarts(shown):

@@ -1,5 +1,6 @@
 """The watchdog, hang reports, the meeting of the ranks, stop signals."""
 
+import contextlib
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from support.cluster.failures import FailureMonitor, StopSignal
 from support.cluster.hang_report import diagnosis
 from support.cluster.launch import Launch
 from support.cluster.restart import Restart
-from support.errors import StoppedBySignal, TrainingError, UserError, explain
+from support.errors import OutOfMemory, Stopped, StoppedBySignal, TrainingError, UserError, explain
 from support.train_state import TrainState
 
 
@@ -252,6 +253,44 @@ def test_no_library_can_swallow_a_signal(stop):
         stop.step_completed(saves=False)
     shown = explain(found.value)  # steps are lost
     assert (shown.exit_code, shown.status) == (1, "failed") and "SIGTERM" in str(shown)
+
+
+@pytest.mark.parametrize(
+    "first, own, status, code",
+    [
+        (UserError("no such file"), "connection closed", "failed", 1),
+        (OutOfMemory("out of memory"), "connection closed", "oom", 1),
+        (Stopped.by("SIGTERM"), "connection closed", "preempted", 75),
+        (TrainingError("failed"), StoppedBySignal("SIGTERM", loses_steps=False), "failed", 1),
+    ],
+)
+def test_the_first_failure_is_recorded_and_the_others_end_because_of_it(
+    stop, monkeypatch, capfd, first, own, status, code
+):
+    """By rank 0, too, because the rank that failed may be on a host that does not share the disk."""
+    store, ended, recorded = dist.HashStore(), [], []
+    for rank, error in enumerate((own, first)[::-1]):
+        monitor = FailureMonitor(stop)
+        monitor.rank, monitor.watchdog.store = 1 - rank, store
+        monitor.record = lambda error: recorded.append((error.status, str(error))) or True
+        monkeypatch.setattr(monitor, "_leave", ended.append)
+        monkeypatch.setattr(monitor, "_exit_at_latest", lambda *_: None)
+        monitor.end_failed(RuntimeError(error) if isinstance(error, str) else error)
+    assert recorded == [(status, str(first))] * 2 and ended == [first.exit_code, code]
+    assert capfd.readouterr().err.count(str(first)) == 1
+
+
+def test_an_error_after_a_stop_signal_is_its_consequence(stop, monkeypatch, capfd):
+    """A signal to the process group also kills the compiler that a library waits for."""
+    monitor, codes = FailureMonitor(stop), []
+    monkeypatch.setattr(monitor, "_leave", codes.append)
+    monkeypatch.setattr(monitor, "_exit_at_latest", lambda *_: None)
+    with contextlib.suppress(StoppedBySignal):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(5)
+    monitor.end_failed(RuntimeError("Error building extension 'cpu_adam'"))
+    err = capfd.readouterr().err
+    assert codes == [75] and "SIGUSR1" in err and "cpu_adam" not in err
 
 
 def test_a_stop_signal_while_the_ranks_restart_is_not_lost(stop, monkeypatch):
