@@ -277,9 +277,10 @@ class FailureMonitor:
 
     def _unless_a_rank_is_lost(self, stopped: Stopped) -> UserError:
         """Return `stopped`, or an error: launchers signal all ranks when one was killed, too."""
-        lost = []
-        with contextlib.suppress(RuntimeError):  # the store has ended
+        try:
             lost = self.watchdog.silent_ranks(ANSWER_SECONDS)
+        except RuntimeError:  # the store has ended
+            lost = [0]
         if not lost or self._first_failure():
             return stopped
         return TrainingError(f"Rank {lost[0]} {ENDED} ({self.stop.name} ended this rank.)")

@@ -232,9 +232,9 @@ def _first_slurm_host(env: Mapping[str, str]) -> str:
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
         raise UserError(
-            f"Cannot expand Slurm's node list {nodes} with scontrol: "
+            f"Cannot expand Slurm's node list {_shown(nodes)} with scontrol: "
             "export MASTER_ADDR=<first node>."
         ) from error
 
