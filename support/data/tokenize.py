@@ -194,7 +194,7 @@ def _write_split(
     facts: dict[str, Any] = {"kind": None, "formats": []}
     facts |= {"tokens": 0, "rows": 0, "empty": 0, "ended": 0}
     digest, tokens_digest = hashlib.sha256(), hashlib.sha256()
-    index, end_of_answer = list[tuple[int, int, int, int]](), end_finder(tokenizer)
+    index = list[tuple[int, int, int, int]]()
     usable = _usable(rows, facts, refuse)
     usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
     has_examples = facts["kind"] in ("chat", "pair")
@@ -202,6 +202,7 @@ def _write_split(
         from support.data.examples import encode_examples
 
         dtype, encoded = "int32", encode_examples(usable, tokenizer, digest, refuse)
+        end_of_answer = end_finder(tokenizer)
     else:
         # Not len(tokenizer): the ids of some vocabularies have gaps.
         largest = max(tokenizer.get_vocab().values(), default=0)

@@ -58,6 +58,7 @@ def test_splits_and_revisions(script, hub, home):
     found = run.results["dataset"]
     held = found["validation"]  # the first row is empty, and precedes the first title
     assert held["rows"] - held["skipped"] == ARTICLES["test"]
+    assert f"validation: {ARTICLES['test']} articles, " in run.out and "rows" not in run.out
     assert 1 < found["rows"] < ARTICLES["train"]
     wrong = script(*work, "--train_split", "training", env=env, ok=False)
     assert wrong.code == 2 and "--train_split" in wrong.error and "'validation'" in wrong.error

@@ -47,8 +47,8 @@ def cached(folder, split="train"):
     """(ids, learned) of each example in a cache."""
     [stored] = folder.glob(f"*/{split}.bin")
     tokens = np.fromfile(stored, dtype="int32")
-    index = np.fromfile(stored.with_name(f"{split}.index.bin"), dtype=np.int64).reshape(-1, 3)
-    rows = [tokens[start:end] for start, end, _ in index]
+    index = np.fromfile(stored.with_name(f"{split}.index.bin"), dtype=np.int64).reshape(-1, 4)
+    rows = [tokens[start:end] for start, end, _, _ in index]
     first_targets = [np.flatnonzero(row[1:] >= 0)[0] + 1 for row in rows]
     assert first_targets == (index[:, 2] - index[:, 0]).tolist()
     ids = [np.where(row < 0, ~row, row).tolist() for row in rows]
@@ -116,7 +116,7 @@ def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
     file = as_lines(tmp_path / "chat.jsonl", [chat(turns) for turns in CHATS])
     flags = "--seq_length 128 --batch_size 2 --max_steps 1 --no_eval --generate".split()
     run = script("--dataset", file, *flags, "What jumps?")
-    assert "no chat template" in run.out
+    assert "no chat template" in run.out and "--validation_split 0" in run.out
     answer = run.results["sample"]  # without the prompt and its headings
     assert answer and "What jumps?" not in answer and "###" not in answer[:20]
     from transformers import AutoTokenizer

@@ -283,14 +283,14 @@ def test_an_index_that_changes_after_it_was_verified(pairs, tmp_path):
 
 
 ROW = json.dumps({"text": "the quick brown fox " * 40}) + "\n"
-TEXT = "the quick brown fox \u00e9\n" * 3000
-RANDOM = "".join(json.dumps({"text": os.urandom(200).hex()}) + "\n" for _ in range(200))
+TEXT = "the quick brown fox \u00e9\n" * 800
+RANDOM = "".join(json.dumps({"text": os.urandom(200).hex()}) + "\n" for _ in range(60))
 STREAMED = {  # name: content, and the bytes that are left
-    "line.jsonl": (ROW.encode() * 300, len(ROW) * 200),
-    "half.jsonl": (ROW.encode() * 300, len(ROW) * 200 + 50),
+    "line.jsonl": (ROW.encode() * 40, len(ROW) * 20),
+    "half.jsonl": (ROW.encode() * 40, len(ROW) * 20 + 50),
     "text.txt": (TEXT.encode(), len(TEXT) // 2),
-    "character.txt": (TEXT.encode(), TEXT.encode()[:40_000].rindex("\u00e9".encode()) + 1),
-    "rows.jsonl.gz": (gzip.compress(RANDOM.encode()), 20_000),
+    "character.txt": (TEXT.encode(), TEXT.encode()[:10_000].rindex("\u00e9".encode()) + 1),
+    "rows.jsonl.gz": (gzip.compress(RANDOM.encode()), 8_000),
 }
 
 

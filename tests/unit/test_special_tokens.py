@@ -12,11 +12,13 @@ from streams import ids_of, stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 from tokenizers import decoders
 
+from support.checkpoints.find import refuse_other_run
 from support.cli.parse import parse_arguments
 from support.commands.show_sample import describe
 from support.data.chat import prompt_of
 from support.data.corpus import open_corpus, open_split
 from support.data.sequences import Padding
+from support.errors import UserError
 
 EOS = "<|end|>"
 TEXTS = ["the quick brown fox", "jumps over", "the lazy dog"]
@@ -214,6 +216,17 @@ def test_a_long_document_begins_once_and_the_cache_knows_how(tmp_path, monkeypat
     assert ids.tolist() == begins(text)["input_ids"]
     ids = ids_of(tokenized(tmp_path / "text.txt", plain, tmp_path / "cache"))
     assert ids.tolist() == plain(text)["input_ids"]
+
+
+def test_a_checkpoint_of_a_version_that_began_documents_differently():
+    """It is refused without --resume_force; other runs of that version continue."""
+    saved = {"hard": {}, "soft": {"dataset": "a"}}
+    same = {"hard": {}, "soft": saved["soft"] | {"document_start": None, "tokens_sha256": "b"}}
+    refuse_other_run(saved, same, forced=False)
+    begins = {"hard": {}, "soft": same["soft"] | {"document_start": [1]}}
+    with pytest.raises(UserError, match=r"document_start.*--resume_force"):
+        refuse_other_run(saved, begins, forced=False)
+    refuse_other_run(saved, begins, forced=True)
 
 
 # ------------------------------------------------------------------------------------------- dates
