@@ -56,7 +56,7 @@ def main() -> int:
     print(data if args.json else text, end="\n" if args.json else "", flush=True)
     files = {}
     if comparison.of_strategies:
-        markdown = comparison_text.as_markdown(comparison)
+        markdown = redact(comparison_text.as_markdown(comparison))
         for suffix, content in {".txt": text, ".json": f"{data}\n", ".md": markdown}.items():
             files[report.with_name(report.name + suffix)] = partial(write_text, text=content)
     if comparison.compared or (comparison.of_strategies and comparison.reference):

@@ -33,7 +33,7 @@ from support.cli import argument_types as kinds
 from support.cli.fsdp_config import SHARDING
 from support.cli.parse import parse_arguments
 from support.cluster import setup_files
-from support.errors import TrainingError, UserError
+from support.errors import TrainingError, UserError, redact
 from support.files.atomic import write_text
 
 COUNT = kinds.whole(1, 100_000)
@@ -133,6 +133,8 @@ def main() -> None:
             following += "    # on each machine, with NODE_RANK=0, 1, …"
     elif args.command == "slurm":
         text, following = setup_files.slurm_job(args, made_by), f"sbatch {output}"
+    if text != (text := redact(text)):
+        print("ℹ️  The file has *** in place of a secret: it should come from the environment.")
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)

@@ -4,12 +4,14 @@ Every exception becomes a `UserError` (see `explain`), whose text is one line wi
 """
 
 import contextlib
+import functools
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 EXIT_COMPLETED = 0
 EXIT_FAILED = 1
@@ -145,36 +147,111 @@ def refused_as(problem: str, longest: int | None = None) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------- secrets
 
 HIDDEN = "***"
-# Names of environment variables whose values are secrets: HF_TOKEN, WANDB_API_KEY,
-# AWS_SECRET_ACCESS_KEY, …; not TOKENIZERS_….
+# Names of variables, JSON keys and parameters of URLs whose values are secrets: HF_TOKEN, GH_PAT,
+# AWS_SECRET_ACCESS_KEY, api_key, X-Amz-Signature. They are searched in the name in upper case with
+# underscores between its words.
 SECRET_NAME = re.compile(
-    r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|APIKEY|(^|_)KEY($|_)", re.IGNORECASE
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|CONNECTION_STRING|WEBHOOK|"
+    r"(?<![^_])(KEY|PAT|PASS|SSHPASS|CREDS?|AUTH|AUTHORIZATION|SIG|SIGNATURE)(?![^_])|_PWD(?![^_])"
 )
-SHORTEST = 8  # characters; shorter values, such as "true" and "1", occur in every text
+# Of these the values are no secrets: HF_TOKEN_PATH, SSH_AUTH_SOCK, key_padding, eos_token.
+HARMLESS_NAME = re.compile(
+    r"_(PATH|FILE|DIR|HOME|SOCK|NAME|TYPE|ALGORITHM|LENGTH|SIZE|COUNT|LIMIT|PADDING|MASK|TIMEOUT)$|"
+    r"_PER_|^(BOS|EOS|PAD|UNK|SEP|CLS|MASK|IMAGE|AUDIO|VIDEO|SPECIAL|START|END|STOP)_TOKEN"
+)
+SHORTEST = 8  # characters; shorter values, such as "true", "1" and "gpt2", occur in every text
+NUMBER = re.compile(r"[-+.,_\d]+")
 # https://user:password@host
 IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE)
-HF_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+URL_PARAMETER = re.compile(r"([?&])([\w.%-]+)=([^&#\s'\"<>]+)")
+KNOWN_FORMS = re.compile(r"\b(hf_|ghp_|gho_|ghs_|github_pat_|glpat-)[A-Za-z0-9_-]{20,}")
+
+_found_in_files: set[str] = set()  # secrets of configuration files, see `remember_secrets`
+
+
+@functools.cache
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable, key or parameter of this name holds a secret."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").replace(".", "_").upper()
+    return bool(SECRET_NAME.search(words)) and not HARMLESS_NAME.search(words)
+
+
+def _is_secret(value: str) -> bool:
+    """Return whether the value of a secret name is one: long, no number, no path that exists."""
+    is_path = os.path.isabs(value) and os.path.exists(value)
+    return len(value) >= SHORTEST and not (NUMBER.fullmatch(value) or is_path)
+
+
+def _secrets() -> list[str]:
+    """Return the secrets that this process knows, the longest first: one may contain another."""
+    values = {value for name, value in os.environ.items() if is_secret_name(name)}
+    return sorted(filter(_is_secret, values | _found_in_files), key=len, reverse=True)
+
+
+def remember_secrets(value: object) -> None:
+    """Treat the values of secret keys in a configuration as secrets wherever they are written."""
+    if isinstance(value, dict):
+        texts = {text for key, text in value.items() if is_secret_name(str(key))}
+        _found_in_files.update(text for text in texts if isinstance(text, str))
+    for item in value.values() if isinstance(value, dict) else ():
+        remember_secrets(item)
+    for item in value if isinstance(value, list) else ():
+        remember_secrets(item)
+
+
+def _redact_parameter(found: re.Match) -> str:
+    before, name, value = found.groups()
+    return f"{before}{name}={HIDDEN if is_secret_name(name) else value}"
 
 
 def redact(text: str) -> str:
     """Replace secrets in a text by ***.
 
-    Secrets are credentials in URLs, Hugging Face tokens, and values of environment variables whose
-    names match `SECRET_NAME`.
+    Secrets are credentials in URLs (`user:password@`, `?token=`), tokens of known forms, and the
+    values of environment variables and keys of configuration files whose names are secret.
     """
-    secrets = (value for name, value in os.environ.items() if SECRET_NAME.search(name))
-    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
-        # HF_TOKEN_PATH holds a path, which is no secret.
-        if len(secret) >= SHORTEST and not (os.path.isabs(secret) and os.path.exists(secret)):
-            text = text.replace(secret, HIDDEN)
-    return HF_TOKEN.sub(HIDDEN, IN_URL.sub(rf"\1{HIDDEN}@", text))
+    return _redact(text, _secrets())
 
 
-def redact_value(value):
-    """Replace secrets in a text, or in each text of a list; return any other value unchanged."""
-    if isinstance(value, list):
-        return [redact_value(item) for item in value]
-    return redact(value) if isinstance(value, str) else value
+def _redact(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    text = URL_PARAMETER.sub(_redact_parameter, IN_URL.sub(rf"\1{HIDDEN}@", text))
+    return KNOWN_FORMS.sub(HIDDEN, text)
+
+
+def redact_value(value: Any, hidden: str | None = HIDDEN) -> Any:
+    """Replace secrets in all texts of a JSON value, and the values of keys with secret names.
+
+    Args:
+        hidden: the new value of such a key.
+    """
+    secrets = _secrets()
+
+    def clean(key: object, item: Any) -> Any:
+        if isinstance(item, dict):
+            return {_clean_key(k): clean(k, v) for k, v in item.items()}
+        if isinstance(item, list | tuple):
+            return [clean(None, part) for part in item]
+        if not isinstance(item, str):
+            return item
+        return hidden if is_secret_name(str(key)) and item else _redact(item, secrets)
+
+    def _clean_key(key: Any) -> Any:
+        return _redact(key, secrets) if isinstance(key, str) else key
+
+    return clean(None, value)
+
+
+def same_redacted(saved: object, current: object) -> bool:
+    """Return whether two values are equal, of which secrets may have been replaced by ***.
+
+    The replaced part may be any text: the secret of the saved value may have changed since.
+    """
+    if not (isinstance(saved, str) and isinstance(current, str)):
+        return saved == current
+    pattern = ".+".join(map(re.escape, redact(saved).split(HIDDEN)))
+    return re.fullmatch(pattern, redact(current), re.DOTALL) is not None
 
 
 def print_traceback(error: BaseException) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from support import PROJECT
-from support.errors import TrainingError, UserError, explain
+from support.errors import TrainingError, UserError, explain, redact
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to be ignored
@@ -38,8 +38,17 @@ class LossyFile(io.FileIO):
         return len(data) if written is None else written  # None: a full pipe that does not block
 
 
+class RedactedText(io.TextIOWrapper):
+    """A text stream that replaces secrets by ***."""
+
+    def write(self, text: str) -> int:
+        """Write a text without its secrets; return the length of the text."""
+        super().write(redact(text))
+        return len(text)
+
+
 def protect_output() -> None:
-    """Replace sys.stdout and sys.stderr by streams that ignore errors, also at exit."""
+    """Replace sys.stdout and sys.stderr by streams without secrets that ignore errors."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -52,7 +61,7 @@ def protect_output() -> None:
         # errors="replace": a terminal without UTF-8 must not end the run either.
         encoding = getattr(stream, "encoding", None) or "utf-8"
         lossy = io.BufferedWriter(LossyFile(number, "w", closefd=False))
-        wrapped = io.TextIOWrapper(lossy, encoding, errors="replace", line_buffering=True)
+        wrapped = RedactedText(lossy, encoding, errors="replace", line_buffering=True)
         setattr(sys, name, wrapped)
         setattr(sys, f"__{name}__", wrapped)
 

@@ -8,7 +8,7 @@ from support.checkpoints.signature import flags_signature
 from support.checkpoints.verify import find_damage, read_manifest
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import UserError
+from support.errors import UserError, same_redacted
 from support.files.user_files import shown
 from support.tables import OPTIMIZERS
 
@@ -40,7 +40,7 @@ def _differences(saved: dict, current: dict) -> list[str]:
     return [
         f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
         for key, value in current.items()
-        if key in before and before[key] != value
+        if key in before and not same_redacted(before[key], value)
     ]
 
 

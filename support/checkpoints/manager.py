@@ -23,7 +23,7 @@ from support.checkpoints.saving import PieceWriter, sharded_state, write_shards
 from support.checkpoints.signature import run_signature
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import FirstError, OutOfMemory, TrainingError, explain
+from support.errors import FirstError, OutOfMemory, TrainingError, explain, redact_value
 from support.files import atomic
 from support.files.safetensors_writer import save_file
 from support.model.weights import persistent_buffers
@@ -199,7 +199,7 @@ class CheckpointManager:
         return {
             "counters": counters,
             "scaling": gradients.scaler_state(objects.scaler, objects.optimizer),
-            "identity": self.identity,
+            "identity": redact_value(self.identity),
             "lr_scheduler": {},  # --lr_scheduler depends on the step only
             "stream": None if objects.stream is None else objects.stream.progress(),
             "groups": [

@@ -17,7 +17,7 @@ from support import PROJECT
 from support.cli.arguments import Arguments
 from support.cli.buckets import bucket_sizes
 from support.cli.flags import FLAGS
-from support.errors import UserError
+from support.errors import UserError, redact_value
 from support.files.atomic import write_text
 from support.files.user_files import did_you_mean, read_text, shown
 from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER, STRATEGIES
@@ -335,8 +335,11 @@ def _fill(section: dict, values: dict, where: tuple = (AUTO,)) -> None:
 
 
 def write_ds_config(args: Arguments, folder: Path) -> None:
-    """Write a complete configuration to ds_config.json in a folder, for --ds_config."""
-    config = copy.deepcopy(args.ds_config_dict or {})
+    """Write a complete configuration to ds_config.json in a folder, for --ds_config.
+
+    Its secrets are null: DeepSpeed's clients then look for them in the environment.
+    """
+    config = redact_value(args.ds_config_dict or {}, hidden=None)
     for section in _nvme_sections(config):
         # The run's own folder in it is removed at the end.
         section["nvme_path"] = args.nvme_path or gettempdir()

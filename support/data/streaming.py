@@ -37,7 +37,7 @@ from support.data.rows import BadRow, Row, RowOptions, Source, check_kind
 from support.data.sequences import Padding, Part, Sequences, micro_batch
 from support.data.sources import announce
 from support.data.special_tokens import document_start, end_finder
-from support.errors import TrainingError, UserError
+from support.errors import TrainingError, UserError, redact
 from support.files.folders import files_of
 
 COMPARED_BYTES = 1 << 16  # of the beginning and the end of a file, in the digest of a stream
@@ -343,8 +343,9 @@ class Stream:
 
     def _refuse(self, row: BadRow, passes: int) -> None:
         """Record a bad row of the first pass, if it is not recorded, as before a resume."""
-        if passes == 0 and str(row) not in self.bad:
-            self.bad[str(row)] = None
+        line = redact(str(row))  # checkpoints contain it
+        if passes == 0 and line not in self.bad:
+            self.bad[line] = None
             tokenize.check_bad_rows(list(self.bad), self.args.max_bad_rows)
 
 

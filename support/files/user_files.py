@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from support.errors import UserError, first_line
+from support.errors import UserError, first_line, remember_secrets
 
 
 def printable(text: str) -> str:
@@ -88,6 +88,7 @@ def read_json(flag: str, path: str) -> dict:
         raise UserError(f"{flag} {shown(path)} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
+    remember_secrets(value)
     return value
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from support.cli.checks import is_local_model
+from support.errors import redact
 from support.tables import EMBEDDED_MODEL
 
 # Keys of results.json in the table of results.
@@ -63,7 +64,7 @@ def model_card(facts: dict, identity: dict) -> str:
         results=_table({key: facts.get(key) for key in RESULTS}),
         settings=_table(settings),
     )
-    return str(card)
+    return redact(str(card))
 
 
 def _table(values: dict) -> str:

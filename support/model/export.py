@@ -19,7 +19,7 @@ import torch
 from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DTYPES
-from support.errors import FirstError, TrainingError
+from support.errors import FirstError, TrainingError, redact
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
@@ -50,7 +50,7 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     if args.merge_lora:
         from support.model import merging  # noqa: F401
     exported = (earlier or {}).get("export") or {}
-    own = not args.export_hf or exported.get("folder") == args.export_hf
+    own = not args.export_hf or exported.get("folder") == redact(args.export_hf)
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite or own)
 
 

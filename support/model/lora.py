@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from support.cli.arguments import Arguments
-from support.errors import UserError
+from support.errors import UserError, redact
 from support.memory.workload import ALL_LINEAR, is_target, target_names
 
 ADAPTER = "default"  # peft's name for a model's only adapter
@@ -70,7 +70,7 @@ class Lora:
             target_modules=self.targets or usual.get(model.config.model_type, ALL_LINEAR),
             bias="none",
             task_type="CAUSAL_LM",
-            base_model_name_or_path=self.base,
+            base_model_name_or_path=redact(self.base),
         )
         self.settled = copy.deepcopy(config)  # peft adds the name of each layer to `config`
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))

@@ -20,7 +20,7 @@ from support import console, patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.cluster.context import DistContext
-from support.errors import UserError, refused_as
+from support.errors import UserError, redact, refused_as
 from support.files.atomic import remove_temporary_folder, write_text
 from support.files.cache import Cache, cache_folder
 from support.model import weights
@@ -119,6 +119,7 @@ class ModelSpec:
             self.lora.settled.save_pretrained(folder)
             return
         config = copy.deepcopy(self.config)
+        config.name_or_path = redact(config.name_or_path)  # saved by older versions of transformers
         config.use_cache = True  # disabled for training only
         config.get_text_config().update(self.own_settings)
         config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]

@@ -148,8 +148,9 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "reason": None,
         "error_kind": None,
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": redact(shlex.join([Path(sys.executable).name, *sys.argv])),
-        "flags": {name: redact_value(value) for name, value in settings_of(args).items()},
+        # Before the quoting, which may divide a secret.
+        "command": shlex.join(map(redact, [Path(sys.executable).name, *sys.argv])),
+        "flags": settings_of(args),
         "code_digest": code_digest(),
         "versions": versions(),
         "hardware": hardware(ctx.device),
@@ -170,8 +171,8 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
 
 
 def as_json(facts: dict) -> str:
-    """Return the text of results.json; NaN and infinity, which JSON does not have, are null."""
-    return json.dumps(atomic.only_finite(facts), indent=2) + "\n"
+    """Return the text of results.json without secrets; NaN and infinity, not in JSON, are null."""
+    return json.dumps(redact_value(atomic.only_finite(facts)), indent=2) + "\n"
 
 
 def read_results(path: Path) -> dict | None:

@@ -1,6 +1,8 @@
 """What a run prints and writes is what the documentation says."""
 
+import json
 import re
+import shutil
 
 import pytest
 from conftest import SCRIPT, finish, launcher_command
@@ -95,6 +97,29 @@ def test_no_secret_is_printed_or_written(script, monkeypatch, capfd):
     err = capfd.readouterr().err
     run = script("--model", "http://user:canary@host/x", "--print_config")
     assert "ValueError" in err and "canary" not in (run.out + run.err + err).lower()
+
+
+def test_no_file_of_a_run_has_a_secret(script, llama, text_file, tmp_path):
+    """In paths and in DeepSpeed's configuration, whose copy is used by a resume without the secret."""
+    place = tmp_path / "canary-of-a-path"
+    model, text = shutil.copytree(llama, place / "model"), shutil.copy(text_file, place / "a.txt")
+    comet = {"enabled": False, "api_key": "canary-of-a-key", "project": "mine"}
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"comet": comet, "zero_optimization": {"stage": 1}}))
+    flags = (
+        "--seq_length 32 --batch_size 2 --no_eval --save_every 2 --report_to tensorboard".split()
+    )
+    flags += ["--model", model, "--dataset", text, "--lora_r", "2", "--precision", "fp32"]
+    env = {"GH_PAT": "canary-of-a-path"}
+    run = script(*flags, "--ds_config", config, "--max_steps", 2, env=env)
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert {"manifest.json", "ds_config.json", "README.md"} <= {path.name for path in files}
+    assert not [path for path in files if b"canary" in path.read_bytes()]
+    assert "canary" not in run.out + run.err
+    written = run.folder / "ds_config.json"
+    assert json.loads(written.read_text())["comet"] == {**comet, "api_key": None}
+    again = ["--resume", "--output_dir", run.folder, "--ds_config", written, "--max_steps", 4]
+    assert script(*flags, *again, folder=run.folder).results["steps"] == 4
 
 
 def test_default_output_dir_names_model_strategy_and_time(begin, tmp_path):

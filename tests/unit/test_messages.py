@@ -3,7 +3,14 @@
 import pytest
 from conftest import PROJECT
 
-from support.errors import explain, redact
+from support.errors import (
+    explain,
+    is_secret_name,
+    redact,
+    redact_value,
+    remember_secrets,
+    same_redacted,
+)
 
 # Errors that this machine cannot cause, each with a word of the advice that is shown.
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
@@ -49,7 +56,20 @@ REDACTED = {
     "token=hf_CANARYcanaryCANARYcanary": "token=***",
     "the value the-canary-of-my-key!": "the value ***!",
     f"{PROJECT}/runs cannot be written": f"{PROJECT}/runs cannot be written",
+    "https://host/a?token=canary&n=1#x": "https://host/a?token=***&n=1#x",
+    "https://host/a?X-Amz-Signature=canary": "https://host/a?X-Amz-Signature=***",
+    "https://host/a?max_tokens=12&key_padding=1": "https://host/a?max_tokens=12&key_padding=1",
+    "ghp_CANARYcanaryCANARYcanary": "***",
+    "step 12345678 of gpt2, true": "step 12345678 of gpt2, true",
 }
+SECRET = """
+    GH_PAT AZURE_CREDS HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY DB_PASSWORD MYSQL_PWD PGPASSWORD
+    REGISTRY_AUTH api_key apiKey token access-token experiment.api_key GOOGLE_CREDENTIALS
+    """.split()
+HARMLESS = """
+    tokens tokens_per_second key_padding eos_token pad_token HF_TOKEN_PATH TOKENIZERS_PARALLELISM
+    PATH PWD OLDPWD SSH_AUTH_SOCK XAUTHORITY GIT_AUTHOR_NAME MAX_TOKENS keyboard compatible monkey
+    """.split()
 
 
 def test_secrets_are_redacted(monkeypatch):
@@ -57,4 +77,46 @@ def test_secrets_are_redacted(monkeypatch):
     # A place, which is no secret.
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(PROJECT))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "https://huggingface.co/api")
+    for name, value in {"A_TOKEN": "gpt2", "B_KEY": "true", "C_TOKEN": "12345678"}.items():
+        monkeypatch.setenv(name, value)
     assert {text: redact(text) for text in REDACTED} == REDACTED
+
+
+def test_names_of_secrets():
+    assert [name for name in SECRET + HARMLESS if is_secret_name(name)] == SECRET
+
+
+def test_a_json_value_without_secrets(monkeypatch):
+    monkeypatch.setenv("GH_PAT", "the canary")
+    value = {
+        "tokens": 12345678,
+        "eos_token": "</s>",
+        "comet": {"api_key": "short", "project": "x", "names": ["a", "of the canary"]},
+        "the canary": None,
+    }
+    cleaned = {**value, "comet": {"api_key": None, "project": "x", "names": ["a", "of ***"]}}
+    cleaned["***"] = cleaned.pop("the canary")
+    assert redact_value(value, hidden=None) == cleaned
+
+
+def test_secrets_of_a_configuration_are_hidden_everywhere(monkeypatch):
+    monkeypatch.setattr("support.errors._found_in_files", set())
+    remember_secrets({"trackers": [{"api_key": "from-a-file", "project": "my-project"}]})
+    assert redact("from-a-file to my-project") == "*** to my-project"
+
+
+@pytest.mark.parametrize(
+    "saved, current, same",
+    [
+        ("/data/the-canary/m", "/data/the-canary/m", True),  # of a version that wrote secrets
+        ("/data/***/m", "/data/the-canary/m", True),
+        ("/data/***/m", "/data/an-earlier-canary/m", True),
+        ("/data/***/m", "/data/the-canary/n", False),
+        ("/data/m.x", "/data/mxx", False),
+        (8, 8, True),
+        (None, "x", False),
+    ],
+)
+def test_a_signature_is_compared_without_secrets(monkeypatch, saved, current, same):
+    monkeypatch.setenv("GH_PAT", "the-canary")
+    assert same_redacted(saved, current) == same
