@@ -28,7 +28,7 @@ import torch.distributed as dist
 from support import console
 from support.cluster.comm_volume import Traffic
 from support.cluster.launch import agent_hosts_store
-from support.errors import TrainingError
+from support.errors import TrainingError, redact
 from support.train_state import TrainState
 
 ROUND_SECONDS = 1
@@ -56,7 +56,7 @@ class Watchdog:
         self._progress: tuple[int, int] | None = None  # step and number of collectives
         self._seconds, self._changed, self._reported = 0, time.monotonic(), False
         self._requests, self._signals = 0, -1
-        self._stacks: IO[str] | None = None  # rank-N.txt
+        self._stacks: IO | None = None  # rank-N.txt
 
     def start(self, store: dist.Store, hang_seconds: int) -> None:
         """Count the collectives and handle SIGUSR2; only the main thread can do this.
@@ -151,25 +151,35 @@ class Watchdog:
 
     def dump(self, reason: str) -> None:
         """Write the stacks of all threads of this process now."""
-        file = self._stacks = self._stacks or self._open(f"rank-{self._rank}.txt")
-        with contextlib.suppress(OSError):
-            # Not console.write: the main thread may block while it holds the lock of the bars.
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n")
-            file.flush()
+        file = self._stacks = self._stacks or self._open_stacks()
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n"
+        # Not console.write: the main thread may block while it holds the lock of the bars.
+        try:
+            os.write(file.fileno(), line.encode())
             faulthandler.dump_traceback(file)
+        except OSError as error:  # also a full disk: the run continues
+            with contextlib.suppress(OSError):
+                os.write(2, f"ℹ️  The stacks cannot be written: {error.strerror}\n".encode())
 
     def write_table(self, reason: str) -> None:
         """Append the table of all ranks to report.txt, and print one line."""
         from support.cluster.hang_report import table_of
 
         head = f"Hang report of {time.strftime('%Y-%m-%d %H:%M:%S')}\n{reason}"
-        table, file = table_of(self._states(range(self._ranks))), self._open("report.txt")
-        with contextlib.suppress(OSError):
-            console.write(f"{head}\n\n{table}\n\n", file)
-        if file is not sys.stderr:
-            file.close()
-            place = f"{Path(file.name).parent} on {socket.gethostname()}"
-            console.write(f"ℹ️  {reason}: the stacks of the ranks are in {place}")
+        text = redact(f"{head}\n\n{table_of(self._states(range(self._ranks)))}\n\n")
+        if self.folder:
+            path = self.folder / "hang" / "report.txt"
+            try:
+                path.parent.mkdir(exist_ok=True)
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(text)
+            except OSError as error:  # also a full disk: the run continues
+                console.write(f"ℹ️  {path} cannot be written ({error.strerror}); its text:")
+            else:
+                place = f"{path.parent} on {socket.gethostname()}"
+                console.write(f"ℹ️  {reason}: the stacks of the ranks are in {place}")
+                return
+        console.write(text, sys.stderr)
 
     def close(self) -> None:
         """Stop the timer, and remove rank-N.txt if nothing was written to it."""
@@ -190,7 +200,7 @@ class Watchdog:
         self._progress, self._changed, self._reported = current, time.monotonic(), False
         faulthandler.cancel_dump_traceback_later()
         if current:
-            self._stacks = self._stacks or self._open(f"rank-{self._rank}.txt")
+            self._stacks = self._stacks or self._open_stacks()
             faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
 
     def _answer_requests(self) -> None:
@@ -216,9 +226,10 @@ class Watchdog:
             if self.store.add(f"hang/{self.traffic.number}", 1) == 1:  # the first that waits
                 self.write_table(reason)
 
-    def _open(self, name: str) -> IO[str]:
+    def _open_stacks(self) -> IO:
+        """Open rank-N.txt without a buffer, whose flush would fail on a full disk; else stderr."""
         if self.folder:
             with contextlib.suppress(OSError):  # a node that does not see the output folder
                 (self.folder / "hang").mkdir(exist_ok=True)
-                return open(self.folder / "hang" / name, "a", encoding="utf-8")
+                return open(self.folder / "hang" / f"rank-{self._rank}.txt", "ab", buffering=0)
         return sys.stderr

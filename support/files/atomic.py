@@ -22,6 +22,7 @@ from typing import IO, Any
 
 PARTIAL = ".partial-"  # prefix of the names of unfinished files
 EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to a name that is in use
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
 
 

@@ -8,7 +8,7 @@ import torch
 from support import console
 from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
-from support.errors import UserError
+from support.errors import UserError, explain
 from support.files.user_files import create_folder
 
 FIRST, RECORDED = 3, 3  # the first step of a trace, and the number of its steps
@@ -25,7 +25,11 @@ def start_trace(folder: str, ctx: DistContext) -> tuple[torch.profiler.profile, 
     create_folder("--profile", path.parent)
 
     def write(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(path))
+        try:
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError, ValueError) as error:  # a full disk, or a cut file
+            console.warn(f"--profile: {path} cannot be written: {explain(error)}")
+            return
         console.print0(f"📁 {path.parent} (trace from step {FIRST} on, for ui.perfetto.dev)")
 
     # The profiler starts one step early, because starting it takes time.

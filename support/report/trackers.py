@@ -9,7 +9,7 @@ from typing import NamedTuple
 from support import console
 from support.cli.arguments import Arguments
 from support.errors import UserError, explain, first_line, redact_value
-from support.files.atomic import write_text
+from support.files.atomic import DISK_ERRORS, write_text
 
 DEFAULT_PROJECT = "distributed-training"  # on wandb
 # Name of a curve -> key of a record.
@@ -73,6 +73,8 @@ def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
             settings=wandb.Settings(silent=True, console="off", login_timeout=30),
         )
     except Exception as error:  # not all of wandb's are of one class
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise
         raise UserError(
             f"--report_to wandb: {first_line(error).rstrip('.')}. "
             "Log in with `wandb login`, or set WANDB_MODE=offline."
@@ -83,19 +85,24 @@ def wandb(folder: Path, step: int, arguments: dict, args: Arguments) -> Tracker:
 class Trackers:
     """The trackers that --report_to names, for a run from a step on (rank 0).
 
-    One that fails is dropped with a notice, and training continues.
+    One that fails, for example on a full disk, is dropped with a notice, and training continues.
     """
 
     def __init__(self, args: Arguments, folder: Path, step: int):
         values = {**vars(args), "tags": ", ".join(args.tags)}
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
-        arguments = {name: redact_value(value) for name, value in shown.items()}
+        arguments = redact_value(shown)
         self.started: dict[str, Tracker] = {}
-        if "tensorboard" in args.report_to:
-            events = Path(args.logging_dir or folder / "tensorboard")
-            self.started["tensorboard"] = tensorboard(events, step, arguments)
-        if "wandb" in args.report_to:
-            self.started["wandb"] = wandb(folder, step, arguments, args)
+        events = Path(args.logging_dir or folder / "tensorboard")
+        starts: dict[str, Callable[[], Tracker]] = {
+            "tensorboard": lambda: tensorboard(events, step, arguments),
+            "wandb": lambda: wandb(folder, step, arguments, args),
+        }
+        for name in (name for name in starts if name in args.report_to):
+            try:
+                self.started[name] = starts[name]()
+            except OSError as error:
+                console.warn(f"--report_to {name} cannot be used: {explain(error)}")
 
     def log(self, record: dict) -> None:
         """Log the curves of one record of metrics.jsonl."""

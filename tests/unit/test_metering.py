@@ -139,13 +139,25 @@ def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, capsys
     assert [record["step"] for record in read_metrics(file.path)[0]] == [1, 2, 3, 4, 5]
 
 
+def test_a_tracker_that_cannot_start_on_a_full_disk_ends_nothing(capsys, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("support.report.trackers.tensorboard", fail)
+    args = SimpleNamespace(tags=[], report_to=["tensorboard"], logging_dir=None)
+    trackers = Trackers(args, tmp_path, 0)
+    trackers.log({"step": 1, "loss": 2.0})
+    trackers.close()
+    assert capsys.readouterr().out.count("No space left") == 1
+
+
 def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
     points = []
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    args = SimpleNamespace(tags=[], report_to=[])
+    args = SimpleNamespace(tags=[], report_to=[], logging_dir=None)
     trackers = Trackers(args, tmp_path, 0)
     trackers.started["broken"] = Tracker(fail, fail)
     trackers.started["working"] = Tracker(lambda *point: points.append(point), fail)

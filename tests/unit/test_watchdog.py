@@ -317,3 +317,15 @@ def test_a_first_stop_signal_requests_a_save_and_a_later_one_interrupts(stop, mo
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
+
+
+def test_a_hang_report_on_a_full_disk_ends_nothing(ranks, tmp_path, capfd):
+    """/dev/full accepts an open and refuses each write; the report is printed instead."""
+    (tmp_path / "hang").mkdir()
+    for name in ("report.txt", "rank-0.txt", "rank-1.txt"):
+        (tmp_path / "hang" / name).symlink_to("/dev/full")
+    rounds(ranks, 1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert not rounds(ranks, 3)
+    out, err = capfd.readouterr()
+    assert "No space left on device" in out and "SIGUSR2" in err and "rank" in err
