@@ -17,9 +17,16 @@ from support import PROJECT
 from support.cli.arguments import Arguments
 from support.cli.buckets import bucket_sizes
 from support.cli.flags import FLAGS
-from support.errors import UserError, redact_value
+from support.errors import UserError, redact_value, remember_secrets
 from support.files.atomic import write_text
-from support.files.user_files import did_you_mean, read_text, shown
+from support.files.user_files import (
+    TOO_DEEP,
+    check_depth,
+    did_you_mean,
+    read_text,
+    shown,
+    unique_object,
+)
 from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER, STRATEGIES
 
 SECTIONS = """
@@ -64,8 +71,12 @@ def read_ds_config(path: str) -> dict[str, Any]:
     parser = importlib.import_module("hjson" if importlib.util.find_spec("hjson") else "json")
     try:
         config = parser.loads(text, object_pairs_hook=_object)
+        check_depth(config)
+    except RecursionError as error:
+        raise UserError(f"{shown(path)} {TOO_DEEP}.") from error
     except ValueError as error:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
+    remember_secrets(config)
     for key in SECTIONS:
         if not isinstance(lookup(config, key) or {}, dict):
             raise UserError(f"{shown(path)}: {key} must be an object.")
@@ -77,7 +88,8 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of the file, without keys that are null and comments ("_…" keys)."""
-    return {k: v for k, v in pairs if v is not None and k[:1] != "_"}
+    values = unique_object([(key, value) for key, value in pairs if key[:1] != "_"])
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def check_with_deepspeed(args: Arguments) -> None:

@@ -35,7 +35,9 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
     """
     values: dict[str, Any] = {}  # by key, without the prefix
     ignored = []
-    for given, value in (read_json("--fsdp_config", path) if path else {}).items():
+    for given, value in (
+        read_json("--fsdp_config", path, unique_keys=True) if path else {}
+    ).items():
         key = given.removeprefix("fsdp_")
         allowed = KEYS.get(key)
         value = value.upper() if allowed and isinstance(value, str) else value

@@ -5,13 +5,14 @@ and `distributed:` only group keys.
 """
 
 import math
+from collections import Counter
 from typing import Any
 
 from support.cli.argument_types import Parser
 from support.cli.arguments import Arguments
 from support.cli.flags import settings_of
 from support.errors import UserError
-from support.files.user_files import printable, read_text, shown
+from support.files.user_files import TOO_DEEP, check_depth, printable, read_text, shown
 
 SECTIONS = ("training", "distributed")
 
@@ -23,14 +24,16 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
         UserError: the file cannot be read or is not YAML.
     """
     content = read_yaml("--config", path)
+    pairs = [(key, value) for key, value in content.items() if key not in SECTIONS]
     for section in SECTIONS:
-        values = content.pop(section, None) or {}
+        values = content.get(section) or {}
         if not isinstance(values, dict):
             raise UserError(f"{shown(path)}: {section} is a section: indent its keys below it.")
-        content |= values
+        pairs += [(str(key), value) for key, value in values.items()]
     actions = {option[2:]: a for option, a in parser._option_string_actions.items()}
+    _refuse_repeated(path, [(key, actions[key].dest) for key, _ in pairs if key in actions])
     arguments: list[str] = []
-    for key, value in content.items():
+    for key, value in pairs:
         items = value if isinstance(value, list) else [value]
         if any(isinstance(item, dict | list | set) for item in items):
             raise UserError(f"{shown(path)}: {key} cannot have nested values.")
@@ -43,6 +46,21 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
             text = ",".join(values) if isinstance(value, list) else str(value)
             arguments.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
     return arguments
+
+
+def _refuse_repeated(path: str, keys: list[tuple[str, str]]) -> None:
+    """Refuse two keys that set the same flag, and `config`: a run file names no other one.
+
+    Args:
+        keys: each key with the name of its flag.
+    """
+    names: dict[str, str] = {}
+    for key, flag in keys:
+        if flag == "config":
+            raise UserError(f"{shown(path)}: {key} cannot be in a run file: use one file.")
+        if flag in names:
+            raise UserError(f"{shown(path)}: {names[flag]} and {key} set the same flag: keep one.")
+        names[flag] = key
 
 
 def as_yaml(args: Arguments) -> str:
@@ -69,9 +87,21 @@ def read_yaml(flag: str, path: str) -> dict[str, Any]:
     """
     import yaml
 
+    text = read_text(flag, path)
+
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise UserError(f"{flag} {shown(path)}: the key {shown(twice[0])} occurs twice.")
+            return super().construct_mapping(node, deep)
+
     try:
-        value = yaml.safe_load(read_text(flag, path))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2026-02-30 is a ValueError
+        value = yaml.load(text, UniqueKeys)
+        check_depth(value)
+    except RecursionError as error:
+        raise UserError(f"{flag} {shown(path)} {TOO_DEEP}.") from error
+    except (yaml.YAMLError, ValueError) as error:  # 2026-02-30 is a ValueError
         problem = " ".join(str(error).split())
         raise UserError(f"{flag} {shown(path)} is not YAML: {shown(problem, 300)}.") from error
     if not isinstance(value, dict):

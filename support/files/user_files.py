@@ -8,8 +8,12 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from support.errors import UserError, first_line, remember_secrets
+
+MOST_NESTED = 100  # levels of a JSON or YAML value
+TOO_DEEP = f"is nested in more than {MOST_NESTED} levels"
 
 
 def printable(text: str) -> str:
@@ -75,17 +79,47 @@ def read_text(flag: str, path: str) -> str:
         raise UserError(f"{flag} {shown(path)} cannot be read: {reason}.") from error
 
 
-def read_json(flag: str, path: str) -> dict:
+def check_depth(value: object) -> None:
+    """Raise a ValueError if a JSON or YAML value is nested so deeply that recursion would fail."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        inner = [
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
+        ]
+        level = [item for items in inner for item in items]
+    if level:
+        raise ValueError(TOO_DEEP)
+
+
+def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object with these keys and values; raise a ValueError if it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"has the key {shown(twice)} twice")
+    return found
+
+
+def read_json(flag: str, path: str, unique_keys: bool = False) -> dict:
     """Return the object in a JSON file.
 
+    Args:
+        unique_keys: refuse an object that has a key twice.
     Raises:
-        UserError: the file cannot be read, or is not a JSON object; the message has the line and
-            column of a syntax error.
+        UserError: the file cannot be read, or is not a JSON object, or is nested too deeply; the
+            message has the line and column of a syntax error.
     """
+    text = read_text(flag, path)
     try:
-        value = json.loads(read_text(flag, path))
-    except (ValueError, RecursionError) as error:
+        value = json.loads(text, object_pairs_hook=unique_object if unique_keys else None)
+        check_depth(value)
+    except json.JSONDecodeError as error:
         raise UserError(f"{flag} {shown(path)} is not JSON: {error}.") from error
+    except RecursionError as error:
+        raise UserError(f"{flag} {shown(path)} {TOO_DEEP}.") from error
+    except ValueError as error:
+        raise UserError(f"{flag} {shown(path)} {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
     remember_secrets(value)

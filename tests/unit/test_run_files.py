@@ -103,6 +103,12 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
         ("lr: {a: 1}", "lr cannot have nested"),
         ("model: a: [", "line 1"),
         ("dataset: [a.txt, --lr=9]", "dataset cannot be"),
+        ("lr: 1\nseed: 2\nlr: 1", "run.yaml: the key lr occurs twice"),
+        ("training:\n  lr: 1\n  lr: 2", "the key lr occurs twice"),
+        ("lr: 1\ntraining:\n  lr: 2", "lr and lr set the same flag"),
+        ("lr: 1\nlearning_rate: 2", "lr and learning_rate set the same flag"),
+        ("config: other.yaml", "run.yaml: config cannot be"),
+        ("lr: " + "[" * 500 + "]" * 500, "nested"),
     ],
 )
 def test_run_file_that_is_refused(read, text, says):
