@@ -7,6 +7,7 @@ that share random weights find them there; one process alone draws them when it 
 import copy
 import hashlib
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,8 @@ def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokeniz
 
 def _be_quiet(args: Arguments) -> None:
     if not args.verbose:
-        transformers.utils.logging.set_verbosity_error()
+        if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":  # else it is the user's
+            transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
 
 

@@ -4,6 +4,7 @@ and with what.
 None of this shows that a GPU does what is asked for; benchmarks/gpu_check.sh does.
 """
 
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -346,3 +347,12 @@ def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
     work = Workload(model, 1, precision=precision, device=device)
     work = replace(work, ampere=ctx.ampere, attention_mask=masked)
     assert heads_of_saved_keys(masked) * model.head_dim == work.stored_keys
+def test_filters_of_warnings_that_the_user_has_chosen_are_kept(monkeypatch):
+    monkeypatch.setattr(tuning.os, "environ", {"OMP_NUM_THREADS": "1", "PATH": "/bin"})
+    monkeypatch.setattr(tuning, "return_freed_memory", lambda: None)
+    for options, first in ((["error"], "error"), ([], "ignore")):
+        monkeypatch.setattr(tuning.sys, "warnoptions", options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tuning.tune_process(Arguments(), ALONE)
+            assert warnings.filters[0][0] == first
