@@ -35,6 +35,7 @@ from support.cli import argument_types as kinds
 from support.cli.argument_types import Options
 from support.cli.arguments import choose_seq_length
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
+from support.files.weight_files import NAMES as WEIGHTS
 from support.memory import fit
 from support.memory.activations import STEP
 from support.memory.architectures import find_architecture, name_on_hub
@@ -91,6 +92,10 @@ COST_FLAGS = (
 )
 SPARE = f"{100 * GPU_SLACK - 100:.0f} % and {CUDA_CONTEXT / GB:.0f} GB"
 ON_GPU = f"To fit, a GPU needs {SPARE} more: fragmentation, CUDA context and NCCL."
+UNCONFIRMED = (
+    "The output layer shares the embedding's weight, as config.json says. The weights are not on\n"
+    "this machine: if they have an output layer that differs, a run trains it as well."
+)
 ON_CPU = "A process also holds Python, the libraries, and memory that it keeps for reuse."
 
 
@@ -178,6 +183,8 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
     print(f"{title(args, work, limits)}\n\n{text_table(rows, ('strategy', header, 'fits'))}")
     for need in needs if args.explain else ():
         print(f"\n{explain(need)}")
+    if work.model.unconfirmed:
+        print(f"\n{UNCONFIRMED}")
     print("\nGB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout.")
     print(ON_GPU if args.gpu_memory else ON_CPU)
     if chosen is None:
@@ -275,7 +282,7 @@ def run_flags(args: Options, work: Workload, strategy: str) -> list[str]:
         "optim": args.optim if args.optim != "adamw" else None,
         "lora_r": args.lora_r,
         "lora_targets": args.lora_targets,
-        "from_scratch": folder is not None and not any(folder.glob("*.safetensors")),
+        "from_scratch": folder is not None and not any((folder / f).exists() for f in WEIGHTS),
         "gradient_checkpointing": work.gradient_checkpointing,
         **{name: getattr(args, name) for name in SAME_SWITCHES},
     }

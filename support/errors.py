@@ -123,11 +123,15 @@ class FirstError:
 def first_line(error: BaseException, longest: int | None = None) -> str:
     """Return the first line of an error message, without colors; if it is empty, the class name.
 
+    After a line that ends with a colon, the next one is included.
+
     Args:
         longest: the largest number of characters; None: no limit.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()  # torch prints some words in bold
-    return (text.splitlines() or [type(error).__name__])[0][:longest].strip()
+    lines = text.splitlines() or [type(error).__name__]
+    announces = lines[0].endswith(":") and len(lines) > 1
+    return (f"{lines[0]} {lines[1].strip()}" if announces else lines[0])[:longest].strip()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError, first_line, refused_as
+from support.files import weight_files
 from support.files.user_files import shown
 from support.model.weights import NO_REMOTE_CODE, from_folder
 from support.programs import run_program
@@ -71,13 +72,8 @@ def open_foreign(folder: Path, trusted: bool, scratch: Path) -> Iterator[Foreign
 
 def load_tensors(path: Path, trusted: bool = False):
     """Load a file of PyTorch, whose tensors are read on use; `trusted` executes code in it."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)
-    except Exception as error:  # of a dozen classes
-        reason = first_line(error, 200)
-        if "weights_only" in str(error):
-            reason = "it contains Python objects, whose code is executed with --trust_checkpoint"
-        raise UserError(f"{path} cannot be read: {shown(reason, 200)}.") from error
+    advice = "whose code is executed with --trust_checkpoint"
+    return weight_files.load_tensors(path, advice, trusted=trusted)
 
 
 def _step_of(states: dict) -> int:

@@ -3,11 +3,12 @@
 Needs neither PyTorch nor weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.errors import UserError
+from support.files import weight_files
 from support.files.user_files import read_json
 from support.tables import CONFIGS
 
@@ -32,6 +33,12 @@ GPT2_KEYS = {  # GPT-2's names of keys that all other families share
     "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings",
     "activation_function": "hidden_act",
+}
+# Name of the embedding in weight files.
+EMBEDDINGS = {
+    "gpt2": "transformer.wte.weight",
+    "gpt_neox": "gpt_neox.embed_in.weight",
+    "llama": "model.embed_tokens.weight",
 }
 
 # The parts of a config.json that determine memory.
@@ -83,6 +90,8 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False  # a norm on query and key
     parallel: bool = False  # attention and MLP have the same input
+    # Tied by config.json alone: the weights on the hub may have another output layer.
+    unconfirmed: bool = False
 
     @property
     def query(self) -> int:
@@ -168,6 +177,8 @@ class Architecture:
 def find_architecture(model: str) -> Architecture:
     """Return the architecture of a known model, a config.json, a folder with one, or a hub's name.
 
+    Weights in the same folder show whether the output layer is tied, as a run finds it out.
+
     Raises:
         UserError: the file does not exist or is invalid, or the planner does not support its
             family.
@@ -182,7 +193,24 @@ def find_architecture(model: str) -> Architecture:
         from support.cli.hub import download_config
 
         file = download_config(model)
-    return read_architecture(read_json("--model", file), file)
+    architecture = read_architecture(read_json("--model", file), file)
+    if not architecture.tied:
+        return architecture
+    architecture = replace(architecture, unconfirmed=not Path(model).exists())
+    return _as_in_weights(architecture, Path(file).parent)
+
+
+def _as_in_weights(architecture: Architecture, folder: Path) -> Architecture:
+    """Return a tied architecture as the weights in a folder have it, if they can be read."""
+    embedding = EMBEDDINGS[architecture.family]
+    try:
+        tensors = weight_files.tensors_in(weight_files.weight_files(folder))
+    except UserError:  # not here, or damaged, which a run reports
+        return architecture
+    # A file of the model without its output layer leaves out the first part of the name.
+    names = (embedding, embedding.partition(".")[2])
+    tied = not weight_files.has_own_head(tensors, names)
+    return replace(architecture, tied=tied, unconfirmed=False)
 
 
 def read_architecture(config: dict, path: str) -> Architecture:

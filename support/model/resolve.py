@@ -21,9 +21,10 @@ from support import console, patches
 from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.cluster.context import DistContext
-from support.errors import UserError, redact, refused_as
+from support.errors import TrainingError, UserError, redact, refused_as
 from support.files.atomic import remove_temporary_folder, write_text
 from support.files.cache import Cache, cache_folder
+from support.files.user_files import read_json, read_text
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY, STRATEGIES
@@ -45,6 +46,7 @@ class ModelSpec:
     seed: int  # for weights that the folder lacks
     # The weights, or rows of the embedding, are drawn from the seed for this run.
     random: bool = False
+    new_rows: int = 0  # rows added to an embedding that was not random
     lora: Any = None  # the configuration of its adapters, a lora.Lora; None without them
     dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
@@ -64,6 +66,7 @@ class ModelSpec:
         lookups -= {head.weight} if self.tied else set()
         sizes = {weight: weight.numel() for weight in model.parameters()}
         trained = {weight: size for weight, size in sizes.items() if weight.requires_grad}
+        self._names = [name for name, _ in model.named_parameters()]
         self.parameters, self.trainable = sum(sizes.values()), sum(trained.values())
         self.largest_parameter = max(sizes.values())
         # Those that take part in matrix multiplications.
@@ -99,9 +102,40 @@ class ModelSpec:
             return self._prepare(weights.from_config(self.config))
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
         model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
-        if names := sorted(info["missing_keys"]):
-            console.warn(f"{len(names)} weights are missing and random, {names[0]} among them.")
-        return self._prepare(model)
+        self._report(info, model)
+        model = self._prepare(model)
+        if [name for name, _ in model.named_parameters()] != self._names:
+            raise TrainingError(
+                f"The model that transformers loaded from {self.weights} shares other weights than "
+                "its config.json describes: set tie_word_embeddings there to what the files hold."
+            )
+        return model
+
+    def _report(self, info: dict, model: nn.Module) -> None:
+        """Report weights that the files lack, and tensors that the model does not have.
+
+        Args:
+            info: what transformers returns about the loading.
+        Raises:
+            UserError: the files have none of the model's weights.
+        """
+        missing, ignored = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        if not {name for name, _ in model.named_parameters()} - {*missing}:
+            raise UserError(
+                f"{self.weights} has none of the model's weights, but {', '.join(ignored[:3])}: "
+                "its config.json is of another model."
+            )
+        if missing:
+            console.warn(
+                f"{self.weights} lacks {len(missing)} weight(s) of the model, {missing[0]} among "
+                "them: they are random. If config.json does not fit the files, correct it "
+                "(tie_word_embeddings, the number of layers)."
+            )
+        if ignored:
+            console.warn(
+                f"{self.weights} has {len(ignored)} tensor(s) that are not part of the model, "
+                f"{ignored[0]} among them: they are ignored."
+            )
 
     def remove_drawn_weights(self) -> None:
         """Remove the folder of the weights if they were drawn for this run; call it once loaded."""
@@ -195,6 +229,8 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     tokenizer = _read_tokenizer(found["tokenizer"], args)
     for notice in found["notices"]:
         console.warn(notice)
+    if found["own_head"]:
+        weights.untie(config)
     config.use_cache = False
     own_settings = fuse_gelu(config) if args.fused_gelu else {}
     lora = None
@@ -204,11 +240,8 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
         from support.model.lora import Lora
 
         lora = Lora.of(args, args.lora_r)
-    with refused_as(f"--model {args.model}: no model can be built from its configuration"):
-        # Older models have it in their config.json, or not at all.
-        generation = GenerationConfig.from_model_config(config)
-        if Path(found["weights"], "generation_config.json").exists():
-            generation = GenerationConfig.from_pretrained(found["weights"], local_files_only=True)
+    generation = _read_generation_config(found["weights"], config)
+    with refused_as(weights.NOT_BUILT.format(args.model)):
         spec = ModelSpec(
             config,
             tokenizer,
@@ -216,6 +249,7 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
             found["weights"],
             args.seed,
             random=found["random"],
+            new_rows=found["new_rows"],
             lora=lora,
             dtype=weights.weights_dtype(args, ctx),
             load_in_4bit=args.load_in_4bit,
@@ -322,8 +356,16 @@ def _prepare_folders(args: Arguments, shared: bool) -> dict:
     """
     config, tokenizer, folder, notices = _locate(args)
     entries = len(_read_tokenizer(tokenizer, args))
-    enlarged = entries > config.get_text_config().vocab_size
-    random, model = enlarged or folder is None, None
+    added = max(0, entries - config.get_text_config().vocab_size)
+    enlarged, model = added > 0, None
+    random, new_rows = enlarged or folder is None, added if folder else 0
+    own_head = folder is not None and weights.check_folder(folder, config, args.model)
+    if own_head:
+        weights.untie(config)
+        notices.append(
+            "The output layer differs from the embedding in the weight files, although config.json "
+            "ties them (tie_word_embeddings): the weight in the files is used, and trained alone."
+        )
     torch.manual_seed(args.seed)
     if folder is None and (shared or enlarged):
         model = weights.from_config(config)
@@ -336,7 +378,14 @@ def _prepare_folders(args: Arguments, shared: bool) -> dict:
         notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
     if random:
         folder = weights.save_temporarily(config, model)
-    return {"weights": folder, "tokenizer": tokenizer, "notices": notices, "random": random}
+    return {
+        "weights": folder,
+        "tokenizer": tokenizer,
+        "notices": notices,
+        "random": random,
+        "new_rows": new_rows,
+        "own_head": own_head,
+    }
 
 
 def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
@@ -349,6 +398,15 @@ def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
     return config
 
 
+def _read_generation_config(folder: str, config: transformers.PretrainedConfig) -> GenerationConfig:
+    """Return the settings of generation; older models have them in their config.json, or none."""
+    file = Path(folder, "generation_config.json")
+    if not file.exists():
+        return GenerationConfig.from_model_config(config)
+    with refused_as(f"{file} cannot be used; correct or remove it"):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
 def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a folder, with the template of --chat_template."""
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -358,11 +416,28 @@ def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
             "(tokenizer.json, or vocab.json and merges.txt)."
         )
     options = {"local_files_only": True, **weights.NO_REMOTE_CODE}
-    with refused_as(f"--model {args.model}: its tokenizer cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    with refused_as(f"--model {args.model}: its tokenizer files cannot be used; copy them again"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        except Exception:
+            _name_damaged_file(Path(folder))
+            raise
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     return tokenizer
+
+
+def _name_damaged_file(folder: Path) -> None:
+    """Raise a UserError that names the tokenizer's file that is not JSON or text, if there is one.
+
+    The messages of the libraries do not name the file.
+    """
+    for name in ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"):
+        for file in sorted(folder.glob(name)):
+            read_json("The tokenizer's file", str(file))
+    for file in (*sorted(folder.glob("*.jinja")), folder / "merges.txt"):
+        if file.is_file():
+            read_text("The tokenizer's file", str(file))
 
 
 def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:

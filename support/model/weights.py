@@ -1,12 +1,14 @@
-"""Weights of a model: read from a folder, drawn from the seed, saved for the other ranks."""
+"""Weights of a model: checked and read from a folder, drawn from the seed, saved for the ranks."""
 
 import copy
+import pickle
 import tempfile
 from pathlib import Path
 
 import torch
 import transformers
 from packaging.version import Version
+from safetensors import SafetensorError
 from torch import nn
 from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from support import patches
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
-from support.errors import UserError, first_line
+from support.errors import OutOfMemory, UserError, first_line, look_up, refused_as
+from support.files import weight_files
 from support.files.atomic import TemporaryFolder
 from support.files.safetensors_writer import save_file
 
@@ -25,6 +28,13 @@ NOT_WITH_FAKE_TENSORS = (
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
 )
+# Of transformers and the libraries that it reads weights with.
+LOADING_ERRORS = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError),
+    *(ImportError, SafetensorError, pickle.UnpicklingError),
+)
+TIE = "tie_word_embeddings"  # the key of a configuration
+NOT_BUILT = "--model {}: no model can be built from the values in its config.json"
 # Without this, transformers asks on the terminal whether to run remote code.
 NO_REMOTE_CODE = {"trust_remote_code": False}
 
@@ -45,6 +55,42 @@ def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
     return ctx.dtype
 
 
+def check_folder(folder: str, config: PretrainedConfig, name: str) -> bool:
+    """Check the weight files of a folder before they are read, once for all ranks of a node.
+
+    Args:
+        name: the value of --model, for messages.
+    Returns:
+        Whether the output layer differs from the embedding, although the configuration ties them.
+    Raises:
+        UserError: a file is missing, damaged or outside the folder, or no model can be built.
+    """
+    if Path(folder, "adapter_config.json").is_file():  # transformers would load them as well
+        raise UserError(
+            f"--model {name}: the folder has adapters (adapter_config.json) and a whole model. "
+            "Remove the files of the adapters, or merge them into the model."
+        )
+    named = getattr(config, "transformers_weights", None)
+    tensors = weight_files.tensors_in(weight_files.weight_files(Path(folder), named))
+    if not any(getattr(part, TIE, False) for part in (config, config.get_text_config())):
+        return False
+    with torch.device("meta"), refused_as(NOT_BUILT.format(name)):
+        model = from_config(config)
+    head = model.get_output_embeddings()
+    names = []  # of the weight that is shared
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if head is not None and parameter is head.weight:
+            # Files of a model without its output layer lack the first part of the names.
+            names += [path, path.removeprefix(f"{model.base_model_prefix}.")]
+    return weight_files.has_own_head(tensors, names)
+
+
+def untie(config: PretrainedConfig) -> None:
+    """Give the output layer its own weight, in the whole configuration and in its language part."""
+    for part in (config, config.get_text_config()):
+        setattr(part, TIE, False)
+
+
 def from_folder(
     folder: str,
     config: PretrainedConfig,
@@ -56,6 +102,8 @@ def from_folder(
     Args:
         in_4bit: a device on which the weights of linear layers are kept in 4 bits (QLoRA, Dettmers
             et al., arXiv 2305.14314); None: they are loaded on the CPU in `dtype`.
+    Raises:
+        UserError: the files cannot be loaded, or a weight has another shape in the configuration.
     """
     options = {**as_dtype(dtype), **NO_REMOTE_CODE}
     if in_4bit:
@@ -69,13 +117,30 @@ def from_folder(
             bnb_4bit_compute_dtype=dtype,
         )
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, local_files_only=True, **options
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are in the info, and refused below by their names
+            **options,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except LOADING_ERRORS as error:
+        if isinstance(look_up(error), OutOfMemory):
+            raise
         raise UserError(
             f"The weights in {folder} cannot be loaded (--model): {first_line(error)}"
         ) from error
+    for mismatch in info["mismatched_keys"]:
+        # transformers 4 returns names only, and version 5 names and shapes.
+        name, saved, *_ = (mismatch, "another") if isinstance(mismatch, str) else mismatch
+        raise UserError(
+            f"The weights in {folder} do not fit its config.json: the shape of {name} is "
+            f"{saved if isinstance(saved, str) else list(saved)} in the file, and "
+            f"{list(model.get_parameter(name).shape)} by the configuration. Take both from the "
+            "same model."
+        )
+    return model, info
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -3,13 +3,21 @@ says what to do.
 """
 
 import json
+import os
 import re
+import shutil
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import torch
 from conftest import FAULT, descendants_of_test, path_without
+from one_rank import one_rank
+
+from support.cli.parse import parse_arguments
+from support.errors import UserError
+from support.model.resolve import find_model
 
 
 @pytest.fixture
@@ -65,9 +73,70 @@ def test_model_without_weights(refused, llama, tmp_path):
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     # One line, although both ranks fail.
-    assert "cannot be loaded" in refused(
+    assert "has no weights" in refused(
         "--model", tmp_path, "--dataset", "pydocs", launcher="torchrun", ranks=2
     )
+    assert descendants_of_test() == []
+
+
+def change_config(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def pickled(folder, contents):
+    (folder / "model.safetensors").unlink()
+    torch.save(contents, folder / "pytorch_model.bin")
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2}
+# The files of a model that a user has damaged: what is done, and the file that the message names.
+DAMAGED = {
+    "weights, empty": (lambda f: os.truncate(f / "model.safetensors", 0), "model.safetensors"),
+    "weights, cut": (lambda f: os.truncate(f / "model.safetensors", 9999), "model.safetensors"),
+    "pickle of objects": (lambda f: pickled(f, {"a": pytest.raises}), "pytorch_model.bin"),
+    "pickle of no weights": (lambda f: pickled(f, [1]), "pytorch_model.bin"),
+    "pickle, empty": (
+        lambda f: (pickled(f, {}), os.truncate(f / "pytorch_model.bin", 0)),
+        "pytorch_model.bin",
+    ),
+    "pickle, cut": (
+        lambda f: (pickled(f, {"a": torch.ones(999)}), os.truncate(f / "pytorch_model.bin", 999)),
+        "pytorch_model.bin",
+    ),
+    "shape": (lambda f: change_config(f, intermediate_size=80), "mlp.down_proj.weight"),
+    "type": (lambda f: change_config(f, hidden_size="x"), "config.json.*hidden_size"),
+    "a size of 0": (lambda f: change_config(f, hidden_size=0), "config.json"),
+    "unknown activation": (lambda f: change_config(f, hidden_act="x"), "config.json"),
+    "small vocabulary": (lambda f: change_config(f, vocab_size=9), "config.json.*lm_head"),
+    "weights of another model": (lambda f: change_config(f, **GPT2), "none of the model's weights"),
+    "generation": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config"),
+    "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),
+    "tokenizer without entries": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer"),
+    "tokenizer, no text": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff"), "tokenizer.json"),
+    "its settings": (
+        lambda f: (f / "tokenizer_config.json").write_text("[]"),
+        "tokenizer_config.json",
+    ),
+    "its template": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "template.jinja"),
+    "adapters": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize(("damage", "names"), DAMAGED.values(), ids=DAMAGED)
+def test_the_damaged_file_of_a_model_is_named(llama, tmp_path, damage, names):
+    folder = shutil.copytree(llama, tmp_path / "model")
+    damage(folder)
+    with one_rank() as ctx, pytest.raises(UserError, match=names) as refused:
+        find_model(parse_arguments(["--model", str(folder)]), ctx).load(ctx)
+    assert refused.value.exit_code == 2
+
+
+def test_weights_that_only_one_rank_reads_end_all_ranks(refused, llama, tmp_path):
+    folder = shutil.copytree(llama, tmp_path / "model")
+    change_config(folder, intermediate_size=80)
+    work = ["--model", folder, "--dataset", "pydocs", "--strategy", "fsdp"]
+    assert "down_proj" in refused(*work, launcher="torchrun", ranks=2)
     assert descendants_of_test() == []
 
 

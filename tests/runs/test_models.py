@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULT, STRATEGIES, assert_close, slow, soak
+from conftest import FAULT, STRATEGIES, assert_close, load_exported, slow, soak
 from one_rank import one_rank
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from real_model_example import learning_rate
@@ -121,6 +122,65 @@ def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_fi
     assert "enlarged" not in base.out and "enlarged" in grown.out
     new = 2 * 64 * (len(tokenizer) - 300)
     assert grown.results["parameters"] == base.results["parameters"] + new
+
+
+@pytest.fixture(scope="module")
+def own_head(small_gpt2, tmp_path_factory) -> Path:
+    """A model with an output layer that differs from the embedding; its config.json ties them."""
+    folder = shutil.copytree(small_gpt2, tmp_path_factory.mktemp("own_head") / "model")
+    torch.manual_seed(0)
+    config = GPT2Config.from_pretrained(folder, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tied = GPT2Config.from_pretrained(folder, tie_word_embeddings=True)
+    tied.save_pretrained(folder)
+    return folder
+
+
+def test_an_output_layer_in_the_files_is_trained_although_the_configuration_ties_it(
+    script, own_head, text_file
+):
+    """Under every strategy; the configuration of the export is that of its weights."""
+    work = ["--model", own_head, "--dataset", text_file, *WORK, "--lr", "1e-2"]
+    plain = script(*work, "--batch_size", "4", "--save_every", "1")
+    sharded = script(*work, "--strategy", "fsdp", **TWO)
+    assert_close(sharded.losses, plain.losses, 1e-4)
+    step = plain.folder / "checkpoints" / "step-00000001"
+    resumed = script(*work, "--strategy", "zero3", "--resume", step, **TWO)
+    assert_close(resumed.losses, plain.losses[1:], 1e-4)
+    tied = sum(parameter.numel() for parameter in from_configuration(own_head).parameters())
+    for run in (plain, sharded, resumed):
+        assert run.results["parameters"] == tied + 300 * 64
+        model = load_exported(run.folder / "hf")
+        assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+
+
+def from_configuration(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("saved_as", ["safetensors", "pickle", "pickle of the inner model"])
+@pytest.mark.parametrize("differs", [False, True])
+def test_files_decide_whether_the_output_layer_is_the_embedding(
+    own_head, tmp_path, saved_as, differs
+):
+    folder = shutil.copytree(own_head, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    if not differs:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    if saved_as == "safetensors":
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    else:
+        (folder / "model.safetensors").unlink()
+        if saved_as != "pickle":  # as in gpt2 on the hub
+            tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        torch.save(tensors, folder / "pytorch_model.bin")
+    with one_rank() as ctx:
+        spec = find_model(parse_arguments(["--model", str(folder)]), ctx)
+        model = spec.load(ctx)
+    assert spec.tied is not differs
+    weights = model.transformer.wte.weight, model.lm_head.weight
+    assert (weights[0] is weights[1]) is not differs
+    assert torch.equal(weights[1], tensors["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
