@@ -13,12 +13,12 @@ from support.strategies.optimizer_shards import ShardedState
 class PieceReader:
     """Reader for any range of elements of any parameter in a checkpoint.
 
-    Attributes:
-        files: the open files; what was read of a file stays mapped until it is closed.
+    A file is open only while one of its tensors is read: what was read of an open file is mapped,
+    and counts as memory of the process.
     """
 
     def __init__(self, folder: Path, manifest: dict):
-        self.folder, self.files = folder, {}
+        self.folder = folder
         self._pieces: dict[str, list[dict]] = {}
         for piece in manifest["pieces"]:
             self._pieces.setdefault(piece["name"], []).append(piece)
@@ -40,11 +40,10 @@ class PieceReader:
             if kind != "weight" and not piece["moments"]:
                 part.zero_()
             else:
-                file = piece["file"]
-                if file not in self.files:
-                    self.files[file] = safe_open(self.folder / file, framework="pt")
-                saved = self.files[file].get_slice(f"{name}@{first}/{kind}")
-                part.copy_(saved[begin - first : end - first])
+                with safe_open(self.folder / piece["file"], framework="pt") as file:
+                    saved = file.get_slice(f"{name}@{first}/{kind}")
+                    part.copy_(saved[begin - first : end - first])
+                    del saved  # keeps the file mapped
         if filled != flat.numel():
             raise TrainingError(
                 f"The checkpoint {self.folder} has {filled} of {flat.numel()} elements of {name}."

@@ -1,13 +1,14 @@
 """Checkpoints of a model of one layer, saved and loaded in this process."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from one_rank import one_rank
 
-from support.checkpoints.loading import read_shards
+from support.checkpoints.loading import PieceReader, read_shards
 from support.checkpoints.saving import PieceWriter, sharded_state, write_shards
 from support.strategies import gradients, moments_8bit
 
@@ -44,6 +45,17 @@ def test_pieces_are_distributed_over_files(ctx, tmp_path, monkeypatch, elements)
             parameter.zero_()
     read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": 1}, state)
     assert all(torch.equal(p, saved) for p, saved in zip(model.parameters(), before, strict=True))
+
+
+def test_a_file_that_was_read_does_not_stay_in_the_memory_of_the_process(ctx, tmp_path):
+    """What was read of a mapped file counts as memory, and a resume needs all files."""
+    model, optimizer = updated(torch.optim.AdamW)
+    state, writer = sharded_state(model, optimizer, CPU), PieceWriter(tmp_path)
+    write_shards(writer, state, 1)
+    reader = PieceReader(tmp_path, {"pieces": writer.pieces})
+    for kind in ("weight", "exp_avg"):
+        reader.read_into(torch.empty(80 * 64), "weight", kind, 0)
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_8bit_moments_are_the_same_after_a_save_and_a_load(ctx, tmp_path, monkeypatch):
