@@ -144,10 +144,16 @@ class Run:
         if spec.lora:
             trained = f"{spec.trainable:,} of {whole:,} parameters are trained"
             print0(f"🔧 LoRA: {trained} ({spec.trainable / whole:.2%})")
+            rows = f"The {spec.new_rows} new rows of the embedding" if spec.new_rows else ""
+            if rows:
+                console.warn(
+                    f"{rows} are random, and LoRA freezes them: the new tokens are not learned. "
+                    "A run without --lora_r trains all weights."
+                )
             if spec.random and not (args.merge_lora or args.no_export):
                 console.warn(
-                    "The frozen weights are random, and the adapters cannot be used without them: "
-                    "--merge_lora exports both."
+                    f"{rows or 'The frozen weights'} are random, and the adapters, which do not "
+                    "contain them, cannot be used without them: --merge_lora exports both."
                 )
         self.facts.update(
             parameters=whole,

@@ -129,6 +129,27 @@ def test_gpt2_in_bf16_with_dropout(script, text_file, small_gpt2, tmp_path):
     assert (logits(load_exported(tmp_path)) - expected).abs().max() > 1e-2
 
 
+def test_rows_of_new_tokens_stay_as_they_were_drawn(script, text_file, llama, tmp_path):
+    """The notice says how many rows these are; the rest of the weights comes from the files."""
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    tokenizer.add_tokens([f"<|{number}|>" for number in range(302 - len(tokenizer))])
+    tokenizer.save_pretrained(tmp_path)
+    work = f"--model {tmp_path} --dataset {text_file} --seq_length 32 --max_steps 2".split()
+    work += [*"--no_eval --precision fp32 --lr 1e-2".split(), *LORA]
+    alone, whole = script(*work), script(*work, "--merge_lora")
+    assert "The 2 new rows of the embedding are random" in alone.out
+    assert "The 2 new rows of the embedding are random" in whole.out
+    assert "--merge_lora exports" in alone.out and "--merge_lora exports" not in whole.out
+    assert all("embed" not in name for name in adapters(alone.folder / "hf"))
+    table = load_exported(whole.folder / "hf").model.embed_tokens.weight
+    before = load_file(llama / "model.safetensors")["model.embed_tokens.weight"]
+    assert len(table) == len(before) + 2 and (table[:-2] == before).all()
+
+
 def test_adapters_go_where_peft_puts_them():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
