@@ -22,7 +22,7 @@ from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError, first_line, refused_as
 from support.files import weight_files
 from support.files.user_files import shown
-from support.model.weights import NO_REMOTE_CODE, from_folder
+from support.model.weights import NO_REMOTE_CODE, check_folder, from_folder, untie
 from support.programs import run_program
 from support.strategies.optimizer_shards import MOMENTS
 
@@ -102,6 +102,8 @@ def _of_trainer(folder: Path) -> ForeignCheckpoint:
             raise ValueError("it has adapters only, which cannot be imported")
         optimizer = load_tensors(folder / "optimizer.pt")
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        if check_folder(str(folder), config, str(folder)):
+            untie(config)
         model, info = from_folder(str(folder), config)
         if info["missing_keys"] or info["mismatched_keys"]:
             raise ValueError("the model's files do not have all of its weights")

@@ -241,7 +241,7 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
 
         lora = Lora.of(args, args.lora_r)
     generation = _read_generation_config(found["weights"], config)
-    with refused_as(weights.NOT_BUILT.format(args.model)):
+    with refused_as(weights.NOT_BUILT.format(f"--model {args.model}")):
         spec = ModelSpec(
             config,
             tokenizer,
@@ -359,7 +359,7 @@ def _prepare_folders(args: Arguments, shared: bool) -> dict:
     added = max(0, entries - config.get_text_config().vocab_size)
     enlarged, model = added > 0, None
     random, new_rows = enlarged or folder is None, added if folder else 0
-    own_head = folder is not None and weights.check_folder(folder, config, args.model)
+    own_head = folder is not None and weights.check_folder(folder, config, f"--model {args.model}")
     if own_head:
         weights.untie(config)
         notices.append(

@@ -34,7 +34,7 @@ LOADING_ERRORS = (
     *(ImportError, SafetensorError, pickle.UnpicklingError),
 )
 TIE = "tie_word_embeddings"  # the key of a configuration
-NOT_BUILT = "--model {}: no model can be built from the values in its config.json"
+NOT_BUILT = "{}: no model can be built from the values in its config.json"
 # Without this, transformers asks on the terminal whether to run remote code.
 NO_REMOTE_CODE = {"trust_remote_code": False}
 
@@ -55,11 +55,11 @@ def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
     return ctx.dtype
 
 
-def check_folder(folder: str, config: PretrainedConfig, name: str) -> bool:
+def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:
     """Check the weight files of a folder before they are read, once for all ranks of a node.
 
     Args:
-        name: the value of --model, for messages.
+        what: what the user has given, for messages (--model NAME).
     Returns:
         Whether the output layer differs from the embedding, although the configuration ties them.
     Raises:
@@ -67,14 +67,14 @@ def check_folder(folder: str, config: PretrainedConfig, name: str) -> bool:
     """
     if Path(folder, "adapter_config.json").is_file():  # transformers would load them as well
         raise UserError(
-            f"--model {name}: the folder has adapters (adapter_config.json) and a whole model. "
+            f"{what}: the folder has adapters (adapter_config.json) and a whole model. "
             "Remove the files of the adapters, or merge them into the model."
         )
     named = getattr(config, "transformers_weights", None)
     tensors = weight_files.tensors_in(weight_files.weight_files(Path(folder), named))
     if not any(getattr(part, TIE, False) for part in (config, config.get_text_config())):
         return False
-    with torch.device("meta"), refused_as(NOT_BUILT.format(name)):
+    with torch.device("meta"), refused_as(NOT_BUILT.format(what)):
         model = from_config(config)
     head = model.get_output_embeddings()
     names = []  # of the weight that is shared

@@ -109,7 +109,7 @@ def write_pickle(folder):
 
 BAD = {
     "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt"),
-    "truncated": (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 99), "not a checkpoint"),
+    "truncated": (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 99), "is damaged"),
     "objects in the optimizer": (write_pickle, "Python objects"),
     "adapters": (lambda folder: (folder / "adapter_config.json").touch(), "adapters only"),
 }
