@@ -102,7 +102,7 @@ class ModelSpec:
             return self._prepare(weights.from_config(self.config))
         in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
         model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
-        self._report(info, model)
+        weights.report_differences(self.weights, model, info)
         model = self._prepare(model)
         if [name for name, _ in model.named_parameters()] != self._names:
             raise TrainingError(
@@ -110,32 +110,6 @@ class ModelSpec:
                 "its config.json describes: set tie_word_embeddings there to what the files hold."
             )
         return model
-
-    def _report(self, info: dict, model: nn.Module) -> None:
-        """Report weights that the files lack, and tensors that the model does not have.
-
-        Args:
-            info: what transformers returns about the loading.
-        Raises:
-            UserError: the files have none of the model's weights.
-        """
-        missing, ignored = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        if not {name for name, _ in model.named_parameters()} - {*missing}:
-            raise UserError(
-                f"{self.weights} has none of the model's weights, but {', '.join(ignored[:3])}: "
-                "its config.json is of another model."
-            )
-        if missing:
-            console.warn(
-                f"{self.weights} lacks {len(missing)} weight(s) of the model, {missing[0]} among "
-                "them: they are random. If config.json does not fit the files, correct it "
-                "(tie_word_embeddings, the number of layers)."
-            )
-        if ignored:
-            console.warn(
-                f"{self.weights} has {len(ignored)} tensor(s) that are not part of the model, "
-                f"{ignored[0]} among them: they are ignored."
-            )
 
     def remove_drawn_weights(self) -> None:
         """Remove the folder of the weights if they were drawn for this run; call it once loaded."""
@@ -370,7 +344,8 @@ def _prepare_folders(args: Arguments, shared: bool) -> dict:
     if folder is None and (shared or enlarged):
         model = weights.from_config(config)
     elif folder and enlarged:
-        model, _ = weights.from_folder(folder, config)
+        model, info = weights.from_folder(folder, config)
+        weights.report_differences(folder, model, info)
     if model and enlarged:
         torch.manual_seed(args.seed)
         model.resize_token_embeddings(entries)

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from support import patches
+from support import console, patches
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import OutOfMemory, UserError, first_line, look_up, refused_as
@@ -141,6 +141,34 @@ def from_folder(
             "same model."
         )
     return model, info
+
+
+def report_differences(folder: str, model: nn.Module, info: dict) -> None:
+    """Report weights that the files lack, and tensors that the model does not have.
+
+    Args:
+        model: as loaded from the folder, without adapters.
+        info: what `from_folder` returns about the loading.
+    Raises:
+        UserError: the files have none of the model's weights.
+    """
+    missing, ignored = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if not {name for name, _ in model.named_parameters()} - {*missing}:
+        raise UserError(
+            f"{folder} has none of the model's weights, but {', '.join(ignored[:3])}: its "
+            "config.json is of another model."
+        )
+    if missing:
+        console.warn(
+            f"{folder} lacks {len(missing)} weight(s) of the model, {missing[0]} among them: they "
+            "are random. If config.json does not fit the files, correct it (tie_word_embeddings, "
+            "the number of layers)."
+        )
+    if ignored:
+        console.warn(
+            f"{folder} has {len(ignored)} tensor(s) that are not part of the model, {ignored[0]} "
+            "among them: they are ignored."
+        )
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
