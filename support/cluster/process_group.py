@@ -102,7 +102,9 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
 
     Raises:
         TrainingError: a rank has other code or other libraries than rank 0.
+        UserError: another rank uses this rank's GPU.
     """
+    require_own_gpu(ctx)
     if ctx.simulated:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -130,6 +132,27 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if args.compile:
         configure_compiler(args, ctx)
+
+
+def require_own_gpu(ctx: DistContext) -> None:
+    """Check that no other rank of this host uses this rank's GPU.
+
+    Ranks that see different GPUs have different indices for them, so their UUIDs are compared.
+
+    Raises:
+        UserError: another rank was the first to register the GPU.
+    """
+    if ctx.device.type != "cuda" or ctx.real_world_size == 1:
+        return
+    host, gpu = socket.gethostname(), torch.cuda.get_device_properties(ctx.device)
+    first = ctx.store.compare_set(f"gpu/{host}/{gpu.uuid}", "", str(ctx.rank)).decode()
+    if first != str(ctx.rank):
+        raise UserError(
+            f"Ranks {first} and {ctx.rank} on {host} use the same GPU: "
+            f"{ctx.launch.local_world_size} ranks were started on this node, and each sees "
+            f"{torch.cuda.device_count()} GPU(s). Start one rank per GPU (--nproc_per_node, "
+            "--num_gpus; srun: --gpus-per-node), or check CUDA_VISIBLE_DEVICES."
+        )
 
 
 def configure_compiler(args: Arguments, ctx: DistContext) -> None:

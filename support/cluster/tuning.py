@@ -158,30 +158,21 @@ def choose_device(launch: Launch) -> torch.device:
 
     Raises:
         MissingRequirement: the machine has a GPU, and torch cannot use it.
-        UserError: there are more ranks on this node than GPUs.
     """
     import torch
 
-    visible, index = gpus.usable_gpus(), launch.local_rank
+    visible = gpus.usable_gpus()
     if not visible:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         gpus.require_usable()
         return torch.device("cpu")
     os.environ.setdefault("DS_ACCELERATOR", "cuda")
-    # Slurm may show each task its own GPUs (--gpus-per-task, --gpu-bind).
-    own_gpus = launch.launcher == "srun" and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ)
-    if own_gpus or launch.launcher == "simulated":
-        index = 0
-    elif launch.local_world_size > visible:
-        raise UserError(
-            f"{launch.local_world_size} ranks were started on this node, but only {visible} "
-            f"GPU(s) are visible: start {visible} (--nproc_per_node, --num_gpus), "
-            "or check CUDA_VISIBLE_DEVICES."
-        )
-    device = torch.device("cuda", index)
+    # Fewer GPUs than ranks: Slurm (--gpus-per-task, --gpu-bind) or a script may show each rank its
+    # own GPUs. Whether two ranks have the same one is known when they meet (`require_own_gpu`).
+    device = torch.device("cuda", launch.local_rank % visible)
     torch.cuda.set_device(device)
     torch.ones(1, device=device).item()  # fails if this build of torch has no kernels for the GPU
-    os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses it as the GPU's index
+    os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed uses it as the GPU's index
     return device
 
 

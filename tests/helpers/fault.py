@@ -33,6 +33,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 SCRIPT = Path(
     os.environ.get("FAULT_SCRIPT") or Path(__file__).resolve().parents[2] / "real_model_example.py"
@@ -216,6 +217,10 @@ def plant(kind: str, values: list[str]) -> None:
     elif kind == "gpus":
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: int(values[0])
+        torch.cuda.set_device = lambda device: None
+        torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=device.index)
+        ones = torch.ones  # of a first kernel on the GPU
+        torch.ones = lambda *args, device=None, **options: ones(*args, **options)
     elif kind == "unusable_gpu":
         from support.cluster import gpus
 

@@ -41,7 +41,7 @@ def test_flags_that_do_not_fit_the_model_or_the_machine(refused):
 
 def test_fewer_gpus_than_ranks(refused):
     error = refused(launcher="torchrun", ranks=2, program=FAULT, env={"FAULT": "gpus:1"})
-    assert "2 ranks were started on this node, but only 1 GPU(s) are visible" in error
+    assert "use the same GPU: 2 ranks were started on this node" in error
 
 
 def test_gpu_that_torch_cannot_use(refused, script, tmp_path):

@@ -5,6 +5,7 @@ None of this shows that a GPU does what is asked for; benchmarks/gpu_check.sh do
 """
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from conftest import skip
+from torch.distributed import HashStore
 from transformers.integrations import sdpa_attention
 
 from support.cli.arguments import Arguments
@@ -20,6 +22,7 @@ from support.cli.parse import parse_arguments
 from support.cluster import gpus, tuning
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
+from support.cluster.process_group import require_own_gpu
 from support.cluster.tuning import choose_device, choose_hardware, choose_precision
 from support.data.batches import copy_ahead
 from support.errors import MissingRequirement, UserError
@@ -80,6 +83,42 @@ def test_batches_are_locked_and_sent_without_waiting_one_ahead():
         assert step_batch is step_batches[number - 1]
         assert len(sent) == 2 * min(number + 1, 3)
     assert set(sent) == {(GPU, True, True)}
+
+
+# For each rank of a node its local rank and the GPUs that it sees, then the GPUs that are used.
+VISIBLE = {
+    "torchrun": ([(0, "ab"), (1, "ab")], "ab"),
+    "more GPUs than ranks": ([(0, "abcd"), (1, "abcd")], "ab"),
+    "one of its own for each task of srun": ([(0, "a"), (1, "b")], "ab"),
+    "srun --gpus-per-task=1 --gpu-bind=none": ([(0, "ab"), (1, "ab")], "ab"),
+    "two of their own": ([(0, "ab"), (1, "cd"), (2, "ef")], "ade"),
+    "more ranks than GPUs": ([(0, "ab"), (1, "ab"), (2, "ab")], None),
+    "srun binds all tasks to one GPU": ([(0, "a"), (1, "a")], None),
+}
+
+
+@pytest.mark.parametrize("case", VISIBLE)
+def test_every_rank_has_its_own_gpu(monkeypatch, case):
+    ranks, expected = VISIBLE[case]
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # tells nothing about what a rank sees
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.setenv("LOCAL_RANK", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "ones", MagicMock())
+    store, used = HashStore(), ""
+    for rank, seen in ranks:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: len(seen))
+        uuid = lambda device, seen=seen: SimpleNamespace(uuid=seen[device.index])  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_properties", uuid)
+        size = {"world_size": len(ranks), "local_world_size": len(ranks)}
+        launch = Launch("srun", rank, rank, node=0, master_addr="n1", master_port=1, **size)
+        device = choose_device(launch)
+        used += seen[device.index]
+        refused = expected is None and rank == len(ranks) - 1
+        with pytest.raises(UserError, match="same GPU") if refused else nullcontext():
+            require_own_gpu(DistContext(launch, device, "nccl", store))
+    assert expected in (used, None)
 
 
 def test_precision_on_a_gpu(monkeypatch):
