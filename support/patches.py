@@ -145,6 +145,43 @@ def count_free_gpu_memory() -> None:
     CUDA_Accelerator.available_memory = available_memory
 
 
+def wait_once_for_offloaded_gradients() -> None:
+    """DeepSpeed 0.19.8: offload waits for the GPU once, and not twice for each gradient.
+
+    It reads the norm of each gradient with `.item()`; here all are copied to the host at once. And
+    in each backward pass it reads whether a gradient is finite, which only a step with
+    `check_grad_overflow` uses.
+
+    Remove it when `complete_grad_norm_calculation_for_cpu_offload` and
+    `update_offload_overflow_tracker` of stages 1 and 2 no longer wait for each gradient.
+    """
+    import torch
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    complete = DeepSpeedZeroOptimizer.complete_grad_norm_calculation_for_cpu_offload
+    name = "update_offload_overflow_tracker"
+    if not hasattr(DeepSpeedZeroOptimizer, name):
+        name = "update_overflow_tracker_for_param_grad"  # in 0.17.0
+    track = getattr(DeepSpeedZeroOptimizer, name)
+
+    def complete_with_copies(self, params):
+        on_device = self.norm_for_param_grads
+        if on_device:
+            copies = torch.stack([*on_device.values()]).cpu()
+            self.norm_for_param_grads = dict(zip(on_device, copies, strict=True))
+        try:
+            return complete(self, params)
+        finally:
+            self.norm_for_param_grads = on_device
+
+    def track_if_read(self, gradient):
+        if self.check_grad_overflow:
+            track(self, gradient)
+
+    DeepSpeedZeroOptimizer.complete_grad_norm_calculation_for_cpu_offload = complete_with_copies
+    setattr(DeepSpeedZeroOptimizer, name, track_if_read)
+
+
 def keep_4bit_layout() -> None:
     """bitsandbytes 0.50.2: keep 4-bit weights as they are in an evaluation on a CPU.
 

@@ -3,6 +3,7 @@
 import math
 
 # As nvidia-smi and DeepSpeed count.
+KB = 2**10
 MB = 2**20
 GB = 2**30
 
@@ -39,6 +40,8 @@ MOST_CHUNKS = {"cuda": 8}  # a large batch leaves room for larger chunks: its ac
 # Inductor's kernels index in 32 bits, 4 GiB in 16 bits; not measured there.
 COMPILED_LOGITS = {"cpu": 2**29, "cuda": 2**31 - 1}
 NORM_CHUNK = 2**16  # elements of a gradient whose squares are summed in fp32 for the norm
+# Compute capability of the first GPUs of a generation.
+TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 PHASES = ("data", "forward", "backward", "update")  # of an optimizer step
 
 
@@ -47,7 +50,7 @@ def fits_in_graph(tokens: int, vocabulary: int, device: str) -> bool:
     return tokens * vocabulary <= COMPILED_LOGITS[device]
 
 
-def shares_keys(device: str, precision: str, ampere: bool) -> bool:
+def shares_keys(device: str, precision: str, capability: tuple[int, int]) -> bool:
     """Return whether SDPA computes grouped-query attention without a copy of K and V per query.
 
     On a GPU only FlashAttention and cuDNN do, which need 16 bits and compute capability 8.0. The
@@ -58,9 +61,9 @@ def shares_keys(device: str, precision: str, ampere: bool) -> bool:
     Args:
         device: "cuda" or "cpu".
         precision: "fp32", "bf16" or "fp16".
-        ampere: the GPU has compute capability 8.0 or higher.
+        capability: compute capability of the GPU.
     """
-    return device == "cpu" or (precision != "fp32" and ampere)
+    return device == "cpu" or (precision != "fp32" and capability >= AMPERE)
 
 
 def number_of_chunks(tokens: int, vocabulary: int, device: str) -> int:

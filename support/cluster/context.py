@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from support import console
 from support.cluster.failures import MONITOR
 from support.cluster.launch import Launch
-from support.cluster.tuning import is_ampere
 from support.errors import TrainingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,9 +48,10 @@ class DistContext:
         return DTYPES[self.precision]
 
     @property
-    def ampere(self) -> bool:
-        """Whether the device is a GPU with compute capability 8.0 or higher."""
-        return is_ampere(self.device)
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the GPU; (0, 0) on a CPU."""
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_capability(self.device) if on_gpu else (0, 0)
 
     def mesh(self, hybrid: bool) -> DeviceMesh:
         """Return the device mesh of all ranks, for FSDP.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from support.cluster import gpus
 from support.cluster.launch import Launch
 from support.errors import UserError
+from support.units import AMPERE
 
 if TYPE_CHECKING:
     import torch
@@ -176,19 +177,12 @@ def choose_device(launch: Launch) -> torch.device:
     return device
 
 
-def is_ampere(device: torch.device) -> bool:
-    """Return whether it is a GPU with bf16 and FlashAttention: compute capability 8.0 or higher."""
-    import torch
-
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def choose_precision(requested: str, device: torch.device) -> str:
     """Return the precision of --precision on this device: "fp32", "bf16" or "fp16"."""
     import torch
 
     if device.type == "cuda":
-        has_bf16 = is_ampere(device)
+        has_bf16 = torch.cuda.get_device_capability(device) >= AMPERE
         if requested == "bf16" and not has_bf16:
             name = torch.cuda.get_device_name(device)
             raise UserError(

@@ -118,7 +118,7 @@ def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
         )
     work = workload_of(args, model, ctx.world_size, ctx.precision, isolates_documents(args))
     device, rank = ctx.device, 0 if ctx.simulated else None
-    return replace(work, device=device.type, rank=rank, ampere=ctx.ampere)
+    return replace(work, device=device.type, rank=rank, capability=ctx.capability)
 
 
 def memory_limits(ctx) -> Limits:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from support.errors import UserError
 from support.memory.architectures import Architecture
 from support.tables import OPTIMIZERS, STRATEGIES
-from support.units import fits_in_graph, shares_keys
+from support.units import HOPPER, TURING, fits_in_graph, shares_keys
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
 USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}
@@ -80,7 +80,7 @@ class Workload:
     optimizer: str = "adamw"  # one of OPTIMIZERS
     compiled: bool = False  # with torch.compile
     load_in_4bit: bool = False  # the frozen weights of the linear layers are in 4 bits (NF4)
-    ampere: bool = True  # the GPU has compute capability 8.0 or higher
+    capability: tuple[int, int] = HOPPER  # compute capability of the GPU
 
     @property
     def strategies(self) -> list[str]:
@@ -156,8 +156,8 @@ class Workload:
         with a mask (integrations/sdpa_attention.py, use_gqa_in_sdpa), by support/patches.py for a
         kernel that needs it.
         """
-        shared = shares_keys(self.device, self.precision, self.ampere) and not self.attention_mask
-        return self.model.key if shared else self.model.query
+        shared = shares_keys(self.device, self.precision, self.capability)
+        return self.model.key if shared and not self.attention_mask else self.model.query
 
     @property
     def item(self) -> int:
@@ -217,5 +217,5 @@ def workload_of(
         optimizer=args.optim,
         compiled=args.compile,
         load_in_4bit=args.load_in_4bit,
-        ampere=precision != "fp16",  # newer GPUs usually compute in bf16
+        capability=TURING if precision == "fp16" else HOPPER,  # newer ones usually use bf16
     )

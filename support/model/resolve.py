@@ -292,7 +292,7 @@ def configure_transformers(args: Arguments, ctx: DistContext) -> None:
     """Keep transformers from reading tensors on the device, and from storing attention scores."""
     patches.replace_packed_sequence_check(isolates_documents(args))
     patches.skip_padding_check()
-    if not shares_keys(ctx.device.type, ctx.precision, ctx.ampere):
+    if not shares_keys(ctx.device.type, ctx.precision, ctx.capability):
         patches.repeat_keys_and_values()
 
 

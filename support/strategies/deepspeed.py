@@ -56,6 +56,7 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
     patches.skip_shared_memory_op()
     if ctx.device.type == "cuda":
         patches.count_free_gpu_memory()
+        patches.wait_once_for_offloaded_gradients()
     patches.load_compiled_ops(ops.needed_ops(strategy), ops.load)
     with quiet(args.verbose):
         # Uses the existing process group.

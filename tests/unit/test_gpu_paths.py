@@ -384,7 +384,7 @@ def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
     configure_transformers(parse_arguments([]), ctx)
     model = read_architecture(QWEN, "qwen")
     work = Workload(model, 1, precision=precision, device=device)
-    work = replace(work, ampere=ctx.ampere, attention_mask=masked)
+    work = replace(work, capability=ctx.capability, attention_mask=masked)
     assert heads_of_saved_keys(masked) * model.head_dim == work.stored_keys
 def test_filters_of_warnings_that_the_user_has_chosen_are_kept(monkeypatch):
     monkeypatch.setattr(tuning.os, "environ", {"OMP_NUM_THREADS": "1", "PATH": "/bin"})

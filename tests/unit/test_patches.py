@@ -7,6 +7,7 @@ import pkgutil
 import shlex
 from pathlib import Path
 from resource import RLIM_INFINITY
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -32,6 +33,10 @@ PATCHES = {
     "skip_shared_memory_op": "deepspeed.comm.torch:build_shm_op",
     "count_free_gpu_memory": (
         "deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator.available_memory"
+    ),
+    "wait_once_for_offloaded_gradients": (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
+        "complete_grad_norm_calculation_for_cpu_offload"
     ),
     "keep_4bit_layout": "bitsandbytes.nn.modules:has_avx512bf16",
 }
@@ -69,6 +74,32 @@ def test_free_memory_of_a_gpu_that_is_named_by_its_uuid(monkeypatch):
     monkeypatch.setattr(kind, "available_memory", kind.available_memory)  # restored afterwards
     patches.count_free_gpu_memory()
     assert gpu.available_memory() == 5
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_offload_waits_once_for_the_norms_of_the_gradients(monkeypatch, read):
+    """The norms that DeepSpeed reads are in one storage, to which they were copied together."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Optimizer
+
+    found = []
+    total, track = (
+        "complete_grad_norm_calculation_for_cpu_offload",
+        "update_offload_overflow_tracker",
+    )
+    track = track if hasattr(Optimizer, track) else "update_overflow_tracker_for_param_grad"
+    monkeypatch.setattr(
+        Optimizer, total, lambda self, _: found.extend(self.norm_for_param_grads.items())
+    )
+    monkeypatch.setattr(Optimizer, track, lambda self, gradient: found.append(gradient))
+    patches.wait_once_for_offloaded_gradients()
+    norms = {7: torch.tensor(3.0, dtype=torch.float64), 9: torch.tensor(0.1, dtype=torch.float64)}
+    optimizer = SimpleNamespace(norm_for_param_grads=norms, check_grad_overflow=read)
+    getattr(Optimizer, total)(optimizer, [])
+    assert found == [*norms.items()] and optimizer.norm_for_param_grads is norms
+    assert len({norm.untyped_storage().data_ptr() for _, norm in found}) == 1
+    found.clear()
+    getattr(Optimizer, track)(optimizer, "a gradient")
+    assert found == (["a gradient"] if read else [])
 
 
 def test_path_is_quoted_once(monkeypatch):
