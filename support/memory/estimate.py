@@ -17,7 +17,7 @@ from support.memory import activations
 from support.memory.activations import BACKWARD, END, LOSS, STEP, UPDATE, Term
 from support.memory.workload import Workload
 from support.tables import STRATEGIES
-from support.units import GB, MB
+from support.units import GB, HOPPER, KB, MB
 
 # Allowances, not measured: for the CUDA context, cuBLAS and NCCL, and for fragmentation.
 CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
@@ -85,8 +85,9 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     else:
         states, sent = _stages12(work, row.stage, row.offloads)
     saved = activations.activation_terms(work, strategy)
+    libraries = Term("cuBLAS workspaces", _cublas(work), STEP)
     dequantized = Term("weight converted from 4 bits", work.dequantized, (BACKWARD,))
-    terms = [*states, *saved, *activations.loss_terms(work, strategy), dequantized]
+    terms = [*states, *saved, *activations.loss_terms(work, strategy), dequantized, libraries]
     on_device = {term.name: term.size for term in states if set(term.phases) & set(STEP)}
     return MemoryEstimate(
         strategy=strategy,
@@ -159,6 +160,8 @@ def _stages12(work: Workload, stage: int, offload: bool) -> tuple[list[Term], in
     if offload:
         # Staging buffer for the largest gradient, with a counterpart in host memory.
         terms.append(Term("communication buffers", c * largest, STEP))
+        # In backward: stage_1_and_2.py, set_norm_for_param_grad_in_gpu.
+        terms.append(Term("largest gradient in fp64", 8 * min(largest, share), (END,)))
         terms += _host_of_offload(work, shares)
     else:
         # The norm of one gradient is computed in fp64, before the fp32 gradients exist.
@@ -231,7 +234,11 @@ def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
         # ds_config_infinity.json: 5 buffers for parameters and 4 for the states of a sub-group,
         # which DeepSpeed page-locks without rounding (csrc/pin_memory/deepspeed_pin_tensor.cpp);
         # and the gradients, in one tensor that PyTorch page-locks.
+        # In backward the norm of a gradient is computed in fp64, in parts (stage3.py,
+        # _offload_grad_partition_at_boundary and _constant_buffered_norm2).
+        part = min(-(-largest_trained // n), 250_000_000)
         terms += [
+            Term("largest gradient in fp64", 8 * part, (END,)),
             Term("5 buffers for parameters", c * 5 * (largest // n + 4096), HOST),
             Term("4 buffers for states", 4 * 4 * sub_group, HOST),
             Term("gradients", _page_locked(work, [c * trained]), HOST),
@@ -277,6 +284,17 @@ def _fsdp(work: Workload, strategy: str) -> tuple[list[Term], int]:
         Term("gradients of a block", 0 if lora else of_block, (BACKWARD, END)),
         Term("accumulated gradients", accumulated, STEP),
     ], 2 * c * work.accumulation * sum(work.sizes) + 4 * sum(work.trained)
+
+
+def _cublas(work: Workload) -> int:
+    """Return the bytes of cuBLAS's workspaces, which PyTorch's allocator holds.
+
+    One for each handle and stream: of the main thread, and of autograd's thread
+    (ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
+    """
+    if work.device != "cuda":
+        return 0
+    return 2 * (32 * MB if work.capability >= HOPPER else 8 * MB + 128 * KB)
 
 
 def _temporaries(work: Workload) -> int:

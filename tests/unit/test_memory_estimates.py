@@ -14,7 +14,7 @@ from support.memory.estimate import predict
 from support.memory.fit import Limits, fitting_split, planned_work, recommend, remedies
 from support.memory.measure import over_ranks
 from support.memory.workload import Workload, adapters
-from support.units import GB
+from support.units import GB, KB, MB
 
 # GPT-2's elements: in matrices, in the rest (DeepSpeed flattens them apart), in the largest matrix.
 MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376
@@ -34,6 +34,20 @@ def test_cuda_locks_host_memory_in_powers_of_two():
     for device, expected in (("cpu", on_cpu), ("cuda", LOCKED_BY_OFFLOAD)):
         work = Workload(find_architecture("gpt2"), 1, 4, 512, device=device)
         assert predict(work, "offload").host == expected
+
+
+def test_memory_that_only_a_gpu_needs():
+    """cuBLAS's workspaces of two threads; the fp64 copy of the largest gradient under offload."""
+    for capability, workspace in (((8, 0), 8 * MB + 128 * KB), ((9, 0), 32 * MB)):
+        work = Workload(find_architecture("gpt2"), 4, 4, 512, capability=capability)
+        need, on_cpu = predict(work, "dp"), predict(replace(work, device="cpu"), "dp")
+        terms = {term.name: term.size for term in need.terms}
+        assert terms["cuBLAS workspaces"] == 2 * workspace
+        assert "cuBLAS workspaces" not in {term.name for term in on_cpu.terms}
+    # A fourth of all elements is less than the embedding; infinity shards each parameter.
+    for strategy, elements in (("offload", (MATRICES + REST) // 4), ("infinity", LARGEST // 4)):
+        terms = {term.name: term.size for term in predict(work, strategy).terms}
+        assert terms["largest gradient in fp64"] == pytest.approx(8 * elements, rel=1e-6)
 
 
 def test_every_way_that_is_advised_fits():
