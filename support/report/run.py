@@ -334,14 +334,13 @@ class Run:
         """Copy the numbers of the steps so far to the host, and log them; waits for the GPU."""
         state = self.state
         pending, self._pending = self._pending, []
-        for record, seconds in zip(pending, self.meter.read(), strict=True):
+        seconds_of_steps = self.meter.read()
+        for record, seconds in zip(copied_to_host(pending), seconds_of_steps, strict=True):
             state.training_seconds += seconds
             if self.ctx.simulated:  # its losses mean nothing
                 continue
             tokens, samples = int(record.pop("tokens")), record.pop("samples")
-            loss = record["loss"] = float(record["loss"])
-            norm = record["grad_norm"]
-            norm = record["grad_norm"] = None if norm is None else float(norm)
+            loss, norm = record["loss"], record["grad_norm"]
             # In fp16 an overflow skips the update. DeepSpeed's norm is -1 for such gradients.
             usable = norm is None or 0 <= norm < math.inf or self.ctx.precision == "fp16"
             if not (math.isfinite(loss) and usable):
@@ -507,6 +506,23 @@ class Run:
         if self.ctx.is_main:
             with errors_as_notices(), contextlib.suppress(ModuleNotFoundError):
                 draw_losses(self.file.path)
+
+
+def copied_to_host(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records with floats instead of scalar tensors, which are copied together.
+
+    Reading one tensor after the other would wait for the GPU each time.
+    """
+    tensors = [v for record in records for v in record.values() if isinstance(v, torch.Tensor)]
+    if not tensors:
+        return records
+    device = tensors[0].device
+    parts = [tensor.detach().to(device, torch.float64).reshape(()) for tensor in tensors]
+    copies = iter(torch.stack(parts).tolist())
+    return [
+        {key: next(copies) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
+        for record in records
+    ]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.report import step_meter
 from support.report.metrics_file import MetricsFile, read_metrics
@@ -89,6 +90,39 @@ def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     assert sum(speed["step_phases_seconds"].values()) == pytest.approx(COMPUTE + LOG)
     assert speed["step_phases_seconds"]["data"] == pytest.approx(COMPUTE / 4 + LOG)
     assert run.state.training_seconds == pytest.approx(sum(each))
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that make the host wait for a number on the device."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_numbers_of_the_steps_are_read_together(tmp_path, clock):
+    """Ten steps are logged at once, with a norm as PyTorch computes it or as DeepSpeed returns it."""
+    run = open_run(tmp_path, clock)
+    run.args.logging_steps = 10
+    run.ctx.device = SimpleNamespace(type="cuda")  # on a CPU each step is read
+    run.start_epoch()
+    norms = [torch.tensor(0.1, dtype=torch.float64), torch.tensor([2.0]), 3.0, None]
+    with Reads() as reads:
+        for step in range(11):
+            for phase in PHASES:
+                run.meter.mark(phase)
+            run.state.advance()
+            norm = norms[step % len(norms)]
+            run.log_step(torch.tensor(0.1 * step), 0.1, norm, torch.tensor(16.0))
+    assert reads.number == 0
+    records, _ = read_metrics(run.file.path)
+    assert [record["loss"] for record in records] == [
+        torch.tensor(0.1 * n).item() for n in range(11)
+    ]
+    assert [record["grad_norm"] for record in records[:4]] == [0.1, 2.0, 3.0, None]
+    assert run.state.tokens == 11 * 16
 
 
 @pytest.mark.parametrize(
