@@ -295,9 +295,9 @@ LESS_MEMORY = (
 AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
 
 # (regular expression that is searched in "TypeName: message", class of the error that is shown,
-# what to do). The first row that matches is used. In the advice "{said}" is the first line of the
-# library's message, "{where}" the file that it names, "{compiler}" the compiler's first error, and
-# "{port}" is MASTER_PORT.
+# what to do). The first row that matches is used. In the advice "{said}" is NCCL's last error or
+# the first line of the library's message, "{where}" the file that it names, "{compiler}" the
+# compiler's first error, and "{port}" is MASTER_PORT.
 ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"^(?!.*(cudaHostAlloc|pin_memory)).*(OutOfMemoryError|CUBLAS_STATUS_(ALLOC_FAILED|"
@@ -386,10 +386,14 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
 # In the output of a build. Later errors are usually consequences of the first.
 COMPILER_ERROR = r"^(?!Error building).*(error:|cannot find|undefined reference|No such file).*$"
 
+# In an error of NCCL, the first line of which is its general class ("unhandled system error").
+NCCL_CAUSE = r"\nLast error:[ \t]*\n?[ \t]*(\S.*)"
+
 
 def look_up(error: BaseException) -> UserError | None:
     """Return a new error with the advice of the first row of ADVICE that matches, or None."""
-    text, said = f"{type(error).__name__}: {error}", first_line(error).rstrip(".")
+    text, cause = f"{type(error).__name__}: {error}", re.search(NCCL_CAUSE, str(error))
+    said = (cause[1].strip() if cause else first_line(error)).rstrip(".")
     for words, kind, advice in ADVICE:
         if re.search(words, text, re.DOTALL):
             compiler = re.search(COMPILER_ERROR, str(error), re.MULTILINE)

@@ -36,6 +36,27 @@ def test_library_error_gets_advice(error, said):
     assert said in shown and not {"\n", "\x1b"} & {*shown}
 
 
+SYSTEM_ERROR = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled \
+system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+{cause}"""
+
+
+@pytest.mark.parametrize(
+    "cause, said",
+    [
+        ("Error while creating shared memory segment /dev/shm/nccl-b (size 9637888)\n", "nccl-b"),
+        ("Cuda failure 2 'out of memory'", "Out of memory: Cuda failure 2"),
+        ("", "unhandled system error"),
+    ],
+)
+def test_cause_of_an_error_of_nccl_is_shown(cause, said):
+    error = type("DistBackendError", (RuntimeError,), {})(SYSTEM_ERROR.format(cause=cause))
+    shown = str(explain(error))
+    assert said in shown and "\n" not in shown and ("unhandled" in shown) == (not cause)
+
+
 @pytest.mark.parametrize(
     "text, on_host",
     [
