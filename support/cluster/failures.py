@@ -40,6 +40,7 @@ SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one 
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 ANSWER_SECONDS = 5  # for a rank to publish its next state
+CLOSE_SECONDS = 60  # time limit for closing DeepSpeed and NCCL when all ranks are done
 LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
 ENTRY = r"(\d+) on rank \d+, thread \d+: (.*)"  # of the first failure: exit code, message
 RESTART = "restart"  # begins the entry of the store that all ranks read when a rank fails
@@ -211,6 +212,8 @@ class FailureMonitor:
         try:
             dist.barrier()
             self._ending.set()
+            # The watchdog no longer watches, and NCCL or the I/O threads may block.
+            self._exit_at_latest(code, seconds=CLOSE_SECONDS)
             if hasattr(engine, "destroy"):
                 engine.destroy()
             # Groups of gloo need no end. In torch 2.6 it can block: the destructor holds Python's
@@ -226,8 +229,8 @@ class FailureMonitor:
         remove_temporary_folders()
         exit_now(code)  # not sys.exit: the destructor of a communicator with a lost peer can hang
 
-    def _exit_at_latest(self, code: int, line: str = "") -> None:
-        """Exit after END_SECONDS, also if a thread blocks on a hung disk, terminal or store.
+    def _exit_at_latest(self, code: int, line: str = "", seconds: float = END_SECONDS) -> None:
+        """Exit after `seconds`, also if a thread blocks on a hung disk, terminal or store.
 
         Args:
             line: is printed then, unless the error was reported.
@@ -239,7 +242,7 @@ class FailureMonitor:
             os._exit(code)
 
         with contextlib.suppress(RuntimeError, MemoryError):  # this host cannot start a thread
-            timer = threading.Timer(END_SECONDS, give_up)
+            timer = threading.Timer(seconds, give_up)
             timer.daemon = True
             timer.start()
 

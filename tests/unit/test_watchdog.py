@@ -7,14 +7,17 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 import torch.distributed as dist
+from one_rank import one_rank
 
 from support import process
-from support.cluster import comm_volume, process_group, watchdog
+from support.cluster import comm_volume, failures, process_group, watchdog
 from support.cluster.failures import FailureMonitor, StopSignal
 from support.cluster.hang_report import diagnosis
 from support.cluster.launch import Launch
@@ -329,3 +332,15 @@ def test_a_hang_report_on_a_full_disk_ends_nothing(ranks, tmp_path, capfd):
     assert not rounds(ranks, 3)
     out, err = capfd.readouterr()
     assert "No space left on device" in out and "SIGUSR2" in err and "rank" in err
+
+
+def test_complete_run_exits_although_a_library_does_not_end(monkeypatch):
+    exited, codes = Event(), []
+    leave = lambda code: (codes.append(code), exited.set())  # noqa: E731
+    monkeypatch.setattr(failures, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(failures.os, "_exit", leave)
+    monkeypatch.setattr(failures, "exit_now", lambda code: None)  # after the engine has ended
+    engine = SimpleNamespace(destroy=lambda: exited.wait(10))
+    with one_rank():
+        FailureMonitor(MagicMock()).end_together(engine, 75)
+    assert codes == [75]
