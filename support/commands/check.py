@@ -32,7 +32,7 @@ from support.memory import architectures, fit
 from support.memory.estimate import predict
 from support.process import versions
 from support.strategies import ops
-from support.strategies.requirements import check_requirements
+from support.strategies.requirements import check_compile, check_requirements
 from support.units import GB, MB
 
 OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
@@ -66,7 +66,7 @@ def check(args: Arguments, ctx: DistContext) -> int:
         The exit code: 0 if the chosen strategy can run on every rank, 2 if a GPU cannot be used, as
         in a run, or 1.
     """
-    parts = (_software, _gpu, _requirements, _nvme, _disk, _limits, _memory, _hub)
+    parts = (_software, _gpu, _compile, _requirements, _nvme, _disk, _limits, _memory, _hub)
     own_lines = [line for part in parts if (line := part(args, ctx))]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
@@ -129,6 +129,16 @@ def _gpu(args: Arguments, ctx: DistContext) -> Line | None:
     )
     remedy = "another process uses a part of it (nvidia-smi shows which)"
     return _line(free >= 0.8 * total, GPU, text, remedy)
+
+
+def _compile(args: Arguments, ctx: DistContext) -> Line | None:
+    if not args.compile:
+        return None
+    try:
+        check_compile(ctx.device.type)
+    except UserError as error:
+        return Line(PROBLEM, "torch.compile", str(error))
+    return Line(OK, "torch.compile", "has a compiler")
 
 
 def _requirements(args: Arguments, ctx: DistContext) -> Line | None:

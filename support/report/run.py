@@ -93,6 +93,10 @@ class Run:
             from support.strategies.requirements import check_requirements
 
             check_requirements(args)
+        if args.compile:
+            from support.strategies.requirements import check_compile
+
+            check_compile(ctx.device.type)
         run.target = export.target_of(args, run.folder, found)
         if args.push_to_hub:
             from support.model.push import open_repository

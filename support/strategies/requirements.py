@@ -1,9 +1,11 @@
-"""Checks of what a strategy needs: releases that train right, a compiler, locked memory, NVMe."""
+"""Checks of what a run needs: releases that train right, compilers, locked memory, NVMe."""
 
+import importlib.util
 import os
 import re
 import resource
 import shutil
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -156,6 +158,37 @@ def check_builds(missing: list[str]) -> None:
             f"DeepSpeed's {', '.join(missing)} must be compiled, but there is no C++ compiler "
             f"({compiler}): apt install build-essential, or module load gcc on a cluster."
         )
+
+
+def check_compile(device: str) -> None:
+    """Check for what torch.compile needs: a compiler, Python's headers, and on a GPU triton.
+
+    On a GPU triton compiles the launchers of its kernels in C (triton/runtime/build.py), on a CPU
+    Inductor compiles kernels in C++ (torch/_inductor/cpp_builder.py).
+
+    Args:
+        device: "cuda" or "cpu".
+    Raises:
+        MissingRequirement: one of them is missing.
+    """
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
+    if device == "cuda":
+        language, variable, compilers = "C", "CC", ["gcc", "clang"]
+    else:
+        language, variable, compilers = "C++", "CXX", ["g++"]
+    if variable in os.environ:
+        compilers = [os.environ[variable]]
+    problem = ""
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        problem = "the package triton is not installed: pip install triton"
+    elif not any(map(shutil.which, compilers)):
+        problem = f"there is no {language} compiler ({' or '.join(compilers)}): "
+        problem += f"apt install build-essential, module load gcc on a cluster, or set {variable}"
+    elif not header.exists():
+        problem = f"{header} is missing: apt install python3-dev, or use conda's or uv's Python"
+    if problem:
+        raise MissingRequirement(f"--compile: {problem}; or leave it out.")
 
 
 def check_locked_memory(needed: int) -> None:

@@ -31,6 +31,7 @@ from support.memory.workload import Workload
 from support.model.resolve import configure_transformers
 from support.report.results import say_settings
 from support.report.step_meter import StepMeter
+from support.strategies import requirements
 from support.units import PHASES
 
 GPU = torch.device("cuda", 0)
@@ -386,6 +387,8 @@ def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
     work = Workload(model, 1, precision=precision, device=device)
     work = replace(work, capability=ctx.capability, attention_mask=masked)
     assert heads_of_saved_keys(masked) * model.head_dim == work.stored_keys
+
+
 def test_filters_of_warnings_that_the_user_has_chosen_are_kept(monkeypatch):
     monkeypatch.setattr(tuning.os, "environ", {"OMP_NUM_THREADS": "1", "PATH": "/bin"})
     monkeypatch.setattr(tuning, "return_freed_memory", lambda: None)
@@ -395,3 +398,33 @@ def test_filters_of_warnings_that_the_user_has_chosen_are_kept(monkeypatch):
             warnings.simplefilter("error")
             tuning.tune_process(Arguments(), ALONE)
             assert warnings.filters[0][0] == first
+
+
+@pytest.mark.parametrize(
+    "device, compilers, variables, installed, said",
+    [
+        ("cuda", ["clang"], {}, {"triton", "Python.h"}, None),
+        ("cuda", ["g++"], {}, {"triton", "Python.h"}, "no C compiler"),
+        ("cuda", ["gcc"], {"CC": "icx"}, {"triton", "Python.h"}, "icx"),
+        ("cuda", ["gcc"], {}, {"triton"}, "Python.h"),
+        ("cuda", ["gcc"], {}, {"Python.h"}, "pip install triton"),
+        ("cpu", ["icpx"], {"CXX": "icpx"}, {"Python.h"}, None),
+        ("cpu", ["gcc"], {}, {"Python.h"}, r"no C\+\+ compiler"),
+    ],
+)
+def test_what_torch_compile_needs_is_checked_first(
+    monkeypatch, tmp_path, device, compilers, variables, installed, said
+):
+    for name in compilers:
+        (tmp_path / name).touch(0o755)
+    if "Python.h" in installed:
+        (tmp_path / "Python.h").touch()
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PATH": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(requirements.sysconfig, "get_path", lambda *_: str(tmp_path))
+    find = lambda name: name if name in installed else None  # noqa: E731
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", find)
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        requirements.check_compile(device)
