@@ -7,7 +7,9 @@
 #
 # bash compare_strategies.sh [MODEL] [arguments]        MODEL: tiny-gpt2 (default), or any other --model
 # The arguments are passed to real_model_example.py, the same for every strategy. Without --max_steps, --epochs or
-# --num_samples a run has 40 steps (tiny-gpt2) or 30 (any other model). Environment variables:
+# --num_samples a run has 40 steps (tiny-gpt2) or 30 (any other model). Without --gradient_accumulation_steps a step has
+# four micro-batches, because a fault in their sum would not show otherwise; without --batch_size of one sequence each.
+# Environment variables:
 #
 #   STRATEGIES="dp zero2"   the strategies to compare (default: dp zero1 zero2 zero3 offload infinity fsdp)
 #   NUM_GPUS=4              ranks (default: all visible GPUs; on a CPU 2 processes)
@@ -94,7 +96,7 @@ in_project() { # $1: Python code that may import from the project; the rest are 
 }
 facts=$(in_project '
 try:
-    import matplotlib, torch
+    import torch
     from support.report.results import hardware, versions
 except ImportError as error:
     sys.exit(f"{sys.executable}: {error}")
@@ -122,6 +124,15 @@ checked=${strategies[0]}
 [[ $named != *" infinity "* ]] || checked=infinity
 in_project 'from support import startup; startup.start(sys.argv[1:])' \
     --model "$model" --strategy "$checked" "${arguments[@]}" || exit 2
+# Four, because sums that are wrong only for the micro-batches in the middle have occurred.
+[[ -n ${SIMULATE_GPUS-} ]] || accumulation=$(in_project '
+from support.cli.parse import parse_arguments
+given = parse_arguments(sys.argv[1:]).given
+if "gradient_accumulation_steps" not in given:
+    print("" if "batch_size" in given else "--batch_size 1", "--gradient_accumulation_steps 4")
+' --model "$model" --strategy "$checked" "${arguments[@]}") || exit 2
+# shellcheck disable=SC2206 # split at blanks
+arguments+=(${accumulation-})
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison
 
@@ -259,7 +270,12 @@ for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine
     done
 done
 if [[ $control == 1 && $interrupted == 0 ]] && report --status "$runs/dp/1" > /dev/null; then
-    higher=$(undisturbed "$python" -c 'import json, sys; print(1.1 * max(json.loads(line)["lr"] for line in sys.stdin if "loss" in line))' < "$runs/dp/1/metrics.jsonl") || true
+    higher=$(undisturbed in_project '
+from pathlib import Path
+from support.report.metrics_file import read_metrics
+records, _ = read_metrics(Path(sys.argv[1]))
+print(1.1 * max(record["lr"] for record in records if "loss" in record))
+' "$runs/dp/1/metrics.jsonl") || true
     [[ -z $higher ]] || run_and_say control 1 --strategy dp --lr "$higher"
 fi
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from support import PROJECT
+from support.report.metrics_file import FILE, read_metrics, unreadable_lines
 from support.units import GB
 
 SCRIPT = PROJECT / "real_model_example.py"
@@ -53,10 +54,12 @@ class Done:
 
     def records(self) -> list[dict]:
         """Return the lines of metrics.jsonl about steps."""
-        file, records = self.folder / "metrics.jsonl", []
-        with contextlib.suppress(OSError, json.JSONDecodeError):  # the last line may be incomplete
-            records += map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        return [record for record in records if "loss" in record]
+        with contextlib.suppress(FileNotFoundError):
+            records, unreadable = read_metrics(self.folder / FILE)
+            if unreadable:
+                print(f"⚠️  {unreadable_lines(self.folder / FILE, unreadable)}", file=sys.stderr)
+            return [record for record in records if "loss" in record]
+        return []
 
     def problem(self, code: int = 0, status: str = "completed") -> str:
         """Return how the exit code or the status differs from the expected one; "" if neither."""

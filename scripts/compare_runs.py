@@ -10,9 +10,9 @@ Face's Trainer, whose losses are means over its logging_steps. The figure goes i
 folder (or --plot FILE). A single RUN is the folder of compare_strategies.sh, with its runs in
 <strategy>/<repeat>/: the report is also written to comparison_results_<name>.txt, .json, .md, .png.
 
-Exit codes: 0 if all losses agree that the runs have in common; 1 if some differ, none could be
-compared, or a strategy did not complete (unless it was skipped); 2 for wrong usage, or a folder or
-file without a run; with --status, 3 if the run did not complete.
+Exit codes: 0 if all losses and gradient norms agree that the runs have in common; 1 if some differ,
+none could be compared, or a strategy did not complete (unless it was skipped); 2 for wrong usage,
+or a folder or file without a run; with --status, 3 if the run did not complete.
 """
 
 import json
@@ -34,7 +34,7 @@ EXIT_NOT_COMPLETED = 3
 def main() -> int:
     """Print the comparison, and write its files; return the exit code."""
     args = parse()
-    from support.report import compare, comparison_text  # --help must be fast
+    from support.report import compare, comparison_text, metrics_file  # --help must be fast
 
     if args.status:
         return print_status(compare.read_folder(args.runs[0]))
@@ -54,19 +54,20 @@ def main() -> int:
     text = redact(comparison_text.as_text(comparison, args.wide))
     data = redact(json.dumps(comparison_text.as_json(comparison), indent=2, ensure_ascii=False))
     print(data if args.json else text, end="\n" if args.json else "", flush=True)
-    files = {}
+    files, problem = {}, ""
+    if comparison.compared or (comparison.of_strategies and comparison.reference):
+        if problem := metrics_file.why_no_figure():
+            print(f"⚠️  There is no figure: {problem}", file=sys.stderr)
+        else:
+            files[args.plot or figure] = partial(write_atomically, write=partial(draw, comparison))
     if comparison.of_strategies:
-        markdown = redact(comparison_text.as_markdown(comparison))
+        markdown = redact(comparison_text.as_markdown(comparison, with_figure=not problem))
         for suffix, content in {".txt": text, ".json": f"{data}\n", ".md": markdown}.items():
             files[report.with_name(report.name + suffix)] = partial(write_text, text=content)
-    if comparison.compared or (comparison.of_strategies and comparison.reference):
-        files[args.plot or figure] = partial(write_atomically, write=partial(draw, comparison))
     for file, write in files.items():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write(file)
-        except ImportError as error:
-            print(f"⚠️  No figure: {first_line(error)}", file=sys.stderr)
         except (OSError, ValueError) as error:  # ValueError: an unknown ending of --plot
             reason = getattr(error, "strerror", None) or first_line(error)
             if args.plot or comparison.of_strategies:
@@ -79,7 +80,7 @@ def main() -> int:
 
 def draw(comparison, path: Path) -> None:
     """Draw the figure."""
-    from support.report import plots  # importing matplotlib takes a second
+    from support.report import plots
 
     plots.draw(comparison, path)
 
@@ -92,7 +93,7 @@ def print_status(run) -> int:
     if run.results["simulated_world_size"]:
         print(f"completed: {human_bytes(run.numbers['memory_bytes'])}")
     else:
-        losses = [*run.losses().values()]
+        losses = [*run.curve("loss").values()]
         speed = f"{human_rate(run.numbers['samples_per_second'])} samples/s"
         print(f"completed: {speed}, loss {losses[0]:.4f} to {losses[-1]:.4f}")
     return EXIT_COMPLETED
@@ -103,8 +104,8 @@ def parse() -> kinds.Options:
     parser = kinds.Parser.of_script(__doc__)
     add = parser.add_argument
     add("runs", type=kinds.path, metavar="RUN", nargs="+", help="two or more runs, or one folder")
-    tolerance = "largest relative difference of equal losses (default: 1e-6, with a run of Trainer "
-    tolerance += "1e-4; of strategies, by their precision)"
+    tolerance = "largest relative difference of equal losses; of gradient norms ten times as much "
+    tolerance += "(default: what rounding explains in the precision, such as 1e-4 in fp32)"
     add("--tolerance", type=kinds.natural_float, help=tolerance)
     figure = "the figure (.png, .svg or .pdf; default: difference_from_<last RUN's name>.png)"
     add("--plot", type=kinds.path, metavar="FILE", help=figure)

@@ -60,11 +60,11 @@ def row_of_flag(action: argparse.Action) -> tuple[str, str]:
 
 def tolerances() -> list[str]:
     """List which losses count as equal in a comparison."""
-    rows = [
-        (precision, f"{limit:.0e}", f"median of {steps} steps" if steps > 1 else "each step")
-        for precision, (limit, steps) in TOLERANCES.items()
-    ]
-    return table(["precision", "largest relative difference", "compared"], rows)
+    rows = []
+    for precision, (loss, norm, steps) in TOLERANCES.items():
+        compared = f"median of {steps} steps" if steps > 1 else "each step"
+        rows.append((precision, f"{loss:.0e}", f"{norm:.0e}", compared))
+    return table(["precision", "loss", "gradient norm", "compared"], rows)
 
 
 def gpt2_memory() -> list[str]:

@@ -5,8 +5,8 @@
     python scripts/report.py comparison_runs/tiny-gpt2 --out comparison.html
 
 The page is a single file without scripts and without links to other files, for a mail or a web
-server. Secrets are replaced by ***. Exit codes: 0; 2 for wrong usage, a folder without a run, or a
-page that cannot be written.
+server; without matplotlib it has no charts. Secrets are replaced by ***. Exit codes: 0; 2 for wrong
+usage, a folder without a run, or a page that cannot be written.
 """
 
 import sys
@@ -28,9 +28,11 @@ def main() -> None:
     page = "the page (default: report.html in RUN)"
     parser.add_argument("--out", type=kinds.path, metavar="FILE", help=page)
     args = parser.parse_args()
-    from support.report.page import page_of  # importing matplotlib takes a second
+    from support.report.page import page_of  # --help must be fast
 
-    page, target = page_of(args.run), args.out or args.run / "report.html"
+    (page, notices), target = page_of(args.run), args.out or args.run / "report.html"
+    for notice in notices:
+        print(f"⚠️  {notice}", file=sys.stderr)
     try:
         write_text(target, page)
     except OSError as error:

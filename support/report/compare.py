@@ -27,14 +27,23 @@ from support.units import PHASES
 # sequence makes the loss jump; if a strategy trains another model, the difference lasts. So in
 # these precisions a difference is the median over this many steps.
 LASTING_STEPS = 5
-# By precision: the largest relative difference between losses that rounding explains, and the
-# number of steps of which it is the median. docs/COMPARISON.md lists the measurements; TF32 and
-# fp16 were not measured.
+
+
+class Tolerance(NamedTuple):
+    """The largest relative differences that rounding explains."""
+
+    loss: float
+    grad_norm: float
+    steps: int  # of which each difference is the median
+
+
+# By precision. docs/COMPARISON.md lists the measurements; TF32 and fp16 were not measured.
 TOLERANCES = {
-    "fp32": (1e-4, 1),
-    "tf32": (1e-3, LASTING_STEPS),  # fp32 matrices on a GPU: 10 bits of each factor's mantissa
-    "bf16": (5e-3, LASTING_STEPS),
-    "fp16": (5e-3, LASTING_STEPS),
+    "fp32": Tolerance(1e-4, 1e-3, 1),
+    # fp32 matrices on a GPU: 10 bits of each factor's mantissa
+    "tf32": Tolerance(1e-3, 1e-2, LASTING_STEPS),
+    "bf16": Tolerance(5e-3, 5e-2, LASTING_STEPS),
+    "fp16": Tolerance(5e-3, 5e-2, LASTING_STEPS),
 }
 # The control does the same work as the reference. If its speed differs by more than this share,
 # other load on the machine has changed the speeds.
@@ -45,16 +54,17 @@ KILLED = re.compile(r"exitcode\s*: -9 ")
 STATES = ("parameters", "gradients", "optimizer")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
-Losses = dict[tuple[int, int], float]  # the mean loss of the steps from the first to the last
+# The values of a key of metrics.jsonl: of a loss the mean of the steps from the first to the last.
+Curve = dict[tuple[int, int], float]
 
 
 # ------------------------------------------------------------------------------------------ one run
 
 
 class Point(NamedTuple):
-    """A loss of the reference (a) and of a run (b): of one step, or a mean of several steps."""
+    """A value of the reference (a) and of a run (b): of one step, or a mean of several steps."""
 
-    of: str  # "loss" or "eval_loss"
+    of: str  # "loss", "grad_norm" or "eval_loss"
     first: int
     last: int
     a: float
@@ -75,8 +85,11 @@ class RecordedRun:
     numbers: dict[str, Any] = field(default_factory=dict)  # see `numbers_of`; {} if not measured
     repeats: list[RecordedRun] = field(default_factory=list)  # this one too; see `read_strategy`
     name: str = ""  # in the report
-    points: list[Point] = field(default_factory=list)  # the losses in common with the reference
-    first: Point | None = None  # beyond the tolerance; an evaluation only if training losses agree
+    unreadable: list[int] = field(default_factory=list)  # numbers of lines of metrics.jsonl
+    points: list[Point] = field(default_factory=list)  # in common with the reference
+    tolerance: Tolerance = TOLERANCES["fp32"]  # of the differences from the reference
+    # The first point of each kind beyond the tolerance, the losses first.
+    departures: list[Point] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)  # of facts
     causes: list[Difference] = field(default_factory=list)  # of `first`, the most likely first
 
@@ -84,21 +97,34 @@ class RecordedRun:
     def of_trainer(self) -> bool:
         return self.place.is_file()
 
-    def losses(self, key: str = "loss") -> Losses:
-        """Return the training losses, or with "eval_loss" those of evaluations; NaN for null."""
+    def curve(self, key: str) -> Curve:
+        """Return the values of "loss", "grad_norm" or "eval_loss"; a loss of null is NaN.
+
+        Norms that are missing, or not finite because fp16 overflowed, are left out.
+        """
         found, first = {}, 1
         for record in self.records:
-            if key in record:
-                step, loss = record["step"], record[key]
-                # Trainer's loss is the mean since its last record.
-                start = first if self.of_trainer and key == "loss" else step
-                found[start, step] = math.nan if loss is None else loss
-                first = step + 1
+            if key not in record:
+                continue
+            step, value = record["step"], record[key]
+            # Trainer's loss is the mean since its last record.
+            start = first if self.of_trainer and key == "loss" else step
+            first = step + 1
+            if key != "grad_norm":
+                found[start, step] = math.nan if value is None else value
+            elif isinstance(value, float | int) and 0 <= value < math.inf:
+                found[step, step] = value
         return found
 
     @property
-    def largest(self) -> Point:
-        return max(self.points, key=lambda point: point.relative)
+    def first(self) -> Point | None:
+        """Return the first loss beyond the tolerance, else the first norm, else evaluation."""
+        return self.departures[0] if self.departures else None
+
+    def largest(self, *kinds: str) -> Point | None:
+        """Return the point of these kinds that differs most from the reference; None without."""
+        points = [point for point in self.points if point.of in kinds]
+        return max(points, key=lambda point: point.relative, default=None)
 
     @property
     def steps(self) -> int:
@@ -106,7 +132,7 @@ class RecordedRun:
         return sum(p.last - p.first + 1 for p in self.points if p.of == "loss")
 
     @property
-    def tolerance(self) -> tuple[float, int]:
+    def rounding(self) -> Tolerance:
         """Return the entry of TOLERANCES for the precision of the run."""
         precision = self.results.get("precision", "fp32")
         is_tf32 = precision == "fp32" and self.results.get("device") == "cuda"
@@ -132,7 +158,7 @@ def read_folder(path: Path) -> RecordedRun:
     """Read the output folder of a run, which has failed if its files have no numbers."""
     run = RecordedRun(path, [], _read_json(path / "results.json"))
     with contextlib.suppress(OSError):
-        run.records, _ = read_metrics(path / "metrics.jsonl")
+        run.records, run.unreadable = read_metrics(path / "metrics.jsonl")
     run.status, run.reason = _status(path, run.results)
     if run.status == "completed":
         try:
@@ -254,7 +280,9 @@ class Comparison:
 
     name: str
     runs: list[RecordedRun]
-    tolerance: float | None  # largest relative loss difference that counts as equal
+    # The largest relative difference of equal losses; None: what rounding explains. Of several
+    # runs with different precisions the largest.
+    tolerance: float | None
     of_strategies: bool = False
     # The reference with a higher learning rate, to see whether the losses would show a difference
     control: RecordedRun | None = None
@@ -265,20 +293,23 @@ class Comparison:
         self.facts = self.reference.results if self.reference else {}
         self.simulated = bool(self.facts.get("simulated_world_size"))
         self.on_gpu = self.facts.get("device") == "cuda"
-        self.lasting = 1  # number of steps over which a loss difference is the median
-        if self.reference and self.of_strategies:
-            limit, self.lasting = self.reference.tolerance
-            self.tolerance = self.tolerance or limit
+        given = self.tolerance
         for run in [*self.runs, self.control]:
             if run and self.reference:
                 add_ratios(run.numbers, self.reference.numbers)
-                self._compare_losses(run, self.reference)
+                run.tolerance = self._tolerance_of(run, self.reference, given)
+                self._compare(run, self.reference)
         if not (self.control and self.control.points):
             self.control = None
         self.compared = [run for run in self.runs if run.points and run is not self.reference]
-        self.departing = [run for run in self.runs if run.first]  # whose losses differ
+        used = [run.tolerance for run in self.compared]
+        default = self.reference.tolerance if self.reference else TOLERANCES["fp32"]
+        self.tolerance, self.norm_tolerance, self.lasting = max(used, default=default)
+        self.departing = [run for run in self.runs if run.first]  # that differ
         # None if no losses could be compared
         self.same_model = not self.departing if self.compared else None
+        # Whether the control differs, so that the comparison can show a difference of its size.
+        self.conclusive = bool(self.control.first) if self.control and self.compared else None
         speed = self.control.numbers["speed"] if self.control else 1.0
         self.speeds_are_comparable = abs(speed - 1) <= LARGEST_SPEED_CHANGE
 
@@ -291,21 +322,38 @@ class Comparison:
             failed = len(self.compared) < len(self.runs) - 1
         return int(failed or self.reference is None or bool(self.departing))
 
-    def _compare_losses(self, run: RecordedRun, reference: RecordedRun) -> None:
-        """Compare the losses of a run with the reference's, and find the causes."""
+    def _tolerance_of(
+        self, run: RecordedRun, reference: RecordedRun, given: float | None
+    ) -> Tolerance:
+        """Return what rounding explains in the lower precision of two runs, or what was given."""
+        rounding = max(run.rounding, reference.rounding)
+        if given is None:
+            return rounding
+        norm = given * rounding.grad_norm / rounding.loss
+        return Tolerance(given, norm, rounding.steps if self.of_strategies else 1)
+
+    def _compare(self, run: RecordedRun, reference: RecordedRun) -> None:
+        """Compare the losses and gradient norms of a run with the reference's, and find causes."""
+        tolerance = run.tolerance
+        steps = {"loss": tolerance.steps, "grad_norm": tolerance.steps, "eval_loss": 1}
         for repeat in run.repeats if self.of_strategies else [run]:
-            run.points += points_of("loss", reference, repeat, self.lasting)
-            run.points += points_of("eval_loss", reference, repeat, 1)
-        if not run.points:
+            for kind, lasting in steps.items():
+                run.points += points_of(kind, reference, repeat, lasting)
+        if (largest := run.largest("loss", "eval_loss")) is None:
+            run.points = []
             if run.status == "completed" and self.of_strategies and not self.simulated:
                 run.status, run.reason = "failed", "metrics.jsonl has no step of the reference"
             return
         run.differences = compare_facts(reference, run)
-        run.numbers["difference"] = run.largest.relative
-        beyond = [point for point in run.points if point.relative > (self.tolerance or 0)]
-        run.first = min(beyond, key=lambda p: (p.of != "loss", p.last), default=None)
+        run.numbers["difference"] = largest.relative
+        if norm := run.largest("grad_norm"):
+            run.numbers["norm_difference"] = norm.relative
+        for kind in steps:
+            limit = tolerance.grad_norm if kind == "grad_norm" else tolerance.loss
+            beyond = [p for p in run.points if p.of == kind and p.relative > limit]
+            run.departures += sorted(beyond, key=lambda point: point.last)[:1]
         if run.first:
-            latest = run.first.last + self.lasting - 1  # the first medians share their steps
+            latest = run.first.last + steps[run.first.of] - 1  # the first medians share their steps
             run.causes = causes_of(run.differences, run.first.of, latest)
 
 
@@ -320,11 +368,13 @@ def add_ratios(numbers: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def compare_runs(runs: list[RecordedRun], tolerance: float | None) -> Comparison:
-    """Compare runs of any kind with the first one, step by step."""
+    """Compare runs of any kind with the first one, step by step.
+
+    Args:
+        tolerance: replaces the values in TOLERANCES; every step is then compared alone.
+    """
     for number, run in enumerate(runs):
         run.name = chr(ord("A") + number)
-    if tolerance is None:  # transformers before 5.0 logs losses with four decimals
-        tolerance = 1e-4 if any(run.of_trainer for run in runs) else 1e-6
     return Comparison(" ".join(str(run.place) for run in runs), runs, tolerance)
 
 
@@ -380,7 +430,7 @@ def relative(a: float, b: float) -> float:
 
 
 def points_of(of: str, a: RecordedRun, b: RecordedRun, lasting: int) -> list[Point]:
-    """Return the losses ("loss" or "eval_loss") that both runs have.
+    """Return the values ("loss", "grad_norm" or "eval_loss") that both runs have.
 
     A mean of several steps, which Trainer logs, is compared with the other run's mean of them.
 
@@ -388,22 +438,22 @@ def points_of(of: str, a: RecordedRun, b: RecordedRun, lasting: int) -> list[Poi
         lasting: number of steps of which each difference is the median: the step and those before
             it. The first differences are all the median of the first `lasting` steps.
     """
-    of_a, of_b = a.losses(of), b.losses(of)
+    of_a, of_b = a.curve(of), b.curve(of)
     found = []
     for window in sorted({*of_a, *of_b}, key=lambda window: window[1]):
-        loss, other = mean_loss(of_a, *window), mean_loss(of_b, *window)
-        if loss is not None and other is not None:
-            found.append((*window, loss, other))
-    each = [relative(loss, other) for _, _, loss, other in found]
+        value, other = mean_of(of_a, *window), mean_of(of_b, *window)
+        if value is not None and other is not None:
+            found.append((*window, value, other))
+    each = [relative(value, other) for _, _, value, other in found]
     return [
         Point(of, *point, median(each[max(0, number - lasting) : max(number, lasting)]))
         for number, point in enumerate(found, 1)
     ]
 
 
-def mean_loss(losses: Losses, first: int, last: int) -> float | None:
-    """Return the mean loss of some steps; None if the run did not log one of them."""
-    if (first, last) in losses:
-        return losses[first, last]
+def mean_of(curve: Curve, first: int, last: int) -> float | None:
+    """Return the mean value of some steps; None if the run did not log one of them."""
+    if (first, last) in curve:
+        return curve[first, last]
     steps = [(step, step) for step in range(first, last + 1)]
-    return mean(map(losses.__getitem__, steps)) if losses.keys() >= {*steps} else None
+    return mean(map(curve.__getitem__, steps)) if curve.keys() >= {*steps} else None

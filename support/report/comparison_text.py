@@ -7,7 +7,8 @@ from typing import Any
 
 from support.files.atomic import only_finite
 from support.report.causes import ROUNDING
-from support.report.compare import Comparison, RecordedRun
+from support.report.compare import Comparison, Point, RecordedRun
+from support.report.metrics_file import FILE, unreadable_lines
 from support.text_tables import markdown_table, text_table
 from support.units import GB, MB, human_bytes
 
@@ -17,6 +18,11 @@ WORK = """
     model parameters world_size simulated_world_size device precision batch_size
     gradient_accumulation_steps global_batch_size seq_length seed steps samples hardware versions
 """.split()
+# Attributes of a comparison.
+VERDICTS = """
+    name tolerance norm_tolerance same_model conclusive speeds_are_comparable exit_code
+""".split()
+NAMES = {"loss": "losses", "grad_norm": "gradient norms", "eval_loss": "evaluations"}
 MOST_CAUSES = 3  # that a sentence names
 Table = tuple[list[list[str]], list[str]]  # rows and headers
 Column = tuple[str, str, str, float]  # header, key of a run's numbers, format, unit of the number
@@ -27,6 +33,7 @@ RESULTS: tuple[Column, ...] = (
     ("±", "speed_spread", "{:.2f}", 1),
     ("final\nloss", "final_loss", "{:.4f}", 1),
     ("loss\ndiff.", "difference", "{:.1e}", 1),
+    ("norm\ndiff.", "norm_difference", "{:.1e}", 1),
     ("saved\n%", "saved", "{:.0f}", 0.01),
     ("host\nGB/rank", "host_bytes", "{:,.2f}", GB),
     ("NVMe\nMB", "nvme_bytes", "{:,.0f}", MB),
@@ -56,22 +63,21 @@ def as_text(comparison: Comparison, wide: bool = False) -> str:
     return "\n\n".join([wrapper.fill(title(comparison)), first, sentences, *others, origin]) + "\n"
 
 
-def as_markdown(comparison: Comparison) -> str:
+def as_markdown(comparison: Comparison, with_figure: bool = True) -> str:
     """Return the .md file, for a README or a lab notebook, with all columns."""
     tables = [markdown_table(*table) for table in tables_of(comparison, True)]
     lines = [f"- {line}" for line in sentences_of(comparison) + provenance(comparison)]
-    figure = f"![Charts](comparison_results_{comparison.name}.png)"
+    figure = f"![Charts](comparison_results_{comparison.name}.png)" if with_figure else ""
     block = "\n".join(["```bash", *map(command_of, comparison.runs), "```"])
     parts = [f"## {title(comparison)}", *tables, "\n".join(lines), figure, block]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as a JSON value; docs/OUTPUTS.md explains its keys."""
-    keys = ("name", "tolerance", "same_model", "speeds_are_comparable", "exit_code")
     return {
         "schema_version": 1,
-        **{key: getattr(comparison, key) for key in keys},
+        **{key: getattr(comparison, key) for key in VERDICTS},
         "work": {key: comparison.facts.get(key) for key in WORK},
         "reported_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "reference": comparison.reference.name if comparison.reference else None,
@@ -84,14 +90,17 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _run_as_json(run: RecordedRun) -> dict[str, Any]:
+    loss, norm = run.largest("loss", "eval_loss"), run.largest("grad_norm")
     entry = {
         **{"strategy": run.name, "status": run.status, "reason": run.reason},
         **{"folder": str(run.place), "command": command_of(run), "repeats": len(run.repeats)},
         "started_at": run.results.get("started_at"),
         **run.numbers,
         "compared_steps": run.steps,
+        "unreadable_lines": run.unreadable,
         "first_difference": run.first and run.first._asdict(),
-        "largest_difference": run.largest._asdict() if run.points else None,
+        "largest_difference": loss and loss._asdict(),
+        "largest_norm_difference": norm and norm._asdict(),
         "likely_causes": [entry.name for entry in run.causes],
         "differences": [entry._asdict() for entry in run.differences],
     }
@@ -112,7 +121,8 @@ def title(comparison: Comparison) -> str:
     return (
         f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters), {ranks} on a "
         f"{'GPU' if comparison.on_gpu else 'CPU'}, {work['precision']}, {work['steps']} steps of "
-        f"{work['global_batch_size']} sequences of {work['seq_length']} tokens"
+        f"{work['global_batch_size']} sequences of {work['seq_length']} tokens, micro-batches of "
+        f"{work['batch_size']}"
     )
 
 
@@ -147,7 +157,7 @@ def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
     if comparison.on_gpu:
         unit, text, name = (GB, "{:,.2f}", "GPU\npeak\nGB")
     memory = ((name, "memory_bytes", text, unit), ("plan", "planned_bytes", text, unit))
-    results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:5]))
+    results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:6]))
     for cells, run in zip(results, comparison.runs, strict=True):
         cells.insert(1, run.status.replace("_", " "))
     tables: list[Table] = [(results, [headers[0], "status", *headers[1:]])]
@@ -183,59 +193,95 @@ def sentences_of(comparison: Comparison) -> list[str]:
     elif reference:
         sentences = [difference_of(run, reference) for run in comparison.departing]
         sentences += _equal_losses(comparison, reference)
+        sentences += _control(comparison.control) if comparison.control else []
         sentences += _speed_and_memory(comparison) if comparison.of_strategies else []
-    return [*sentences, *_incomplete(comparison)]
+    return [*sentences, *_unreadable(comparison), *_incomplete(comparison)]
 
 
 def _equal_losses(comparison: Comparison, reference: RecordedRun) -> Iterator[str]:
-    """Say which losses agree, and whether the control's would have shown a difference."""
-    if equal := [run for run in comparison.compared if not run.first]:
-        worst = max(equal, key=lambda run: run.largest.relative)
-        medians = f" in medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
-        *names, last = [run.name for run in equal]
-        yield (
-            f"✅ Same model: the losses of {', '.join(names)}{' and ' * bool(names)}{last} agree "
-            f"with those of {reference.name} in all {min(run.steps for run in equal):,} "
-            f"steps. The largest relative difference is {worst.largest.relative:.1e}{medians} "
-            f"({worst.name}, step {worst.largest.last}); tolerance {comparison.tolerance:g}."
+    """Say which losses and gradient norms agree, and claim no more than the control showed."""
+    equal = [run for run in comparison.compared if not run.first]
+    losses = [(run, point) for run in equal if (point := run.largest("loss", "eval_loss"))]
+    norms = [(run, point) for run in equal if (point := run.largest("grad_norm"))]
+    if not losses:
+        return
+    mark = {True: "✅ Same model", False: "ℹ️  No difference found", None: "✅ Equal losses"}
+    *names, last = [run.name for run in equal]
+    worst, loss = max(losses, key=lambda pair: pair[1].relative)
+    steps = worst.tolerance.steps
+    text = (
+        f"{mark[comparison.conclusive]}: the losses of {', '.join(names)}{' and ' * bool(names)}"
+        f"{last} agree with those of {reference.name} in {min(run.steps for run in equal):,} steps."
+        f" The largest relative difference is {loss.relative:.1e}"
+        f"{f' in medians of {steps} steps' * (steps > 1)} ({worst.name}, step {loss.last}); "
+        f"tolerance {worst.tolerance.loss:g}."
+    )
+    if len(norms) == len(equal):  # earlier versions recorded none
+        worst, norm = max(norms, key=lambda pair: pair[1].relative)
+        text += (
+            f" The gradient norms differ by up to {norm.relative:.1e} ({worst.name}, step "
+            f"{norm.last}); tolerance {worst.tolerance.grad_norm:g}."
         )
-    if comparison.compared and (control := comparison.control):
-        size = f"{control.largest.relative:.1e}"
-        text = f"Control: with a higher learning rate the losses differ by up to {size}"
-        if control.first:
-            yield (
-                f"{text}, and exceed the tolerance at step {control.first.last}. The comparison "
-                "detects a fault of this size."
-            )
-        else:
-            yield (
-                f"ℹ️  {text}, which is within the tolerance. The comparison does not "
-                "detect a fault of this size: use --precision fp32 or more steps."
-            )
+    yield text
+
+
+def _control(control: RecordedRun) -> Iterator[str]:
+    """Say whether the control's higher learning rate exceeded the tolerance."""
+    loss, first = control.largest("loss", "eval_loss"), control.first
+    if loss is None:
+        return
+    text = f"Control: with a higher learning rate the losses differ by up to {loss.relative:.1e}"
+    if first is None:
+        yield (
+            f"ℹ️  {text}, which is within the tolerance. The comparison does not "
+            "detect a fault of this size: use --precision fp32 or more steps."
+        )
+    elif first.of == "grad_norm":
+        yield (
+            f"{text}, which is within the tolerance, and the gradient norms by {first.relative:.1e}"
+            f" at step {first.last}, which exceeds it. The comparison detects a fault of this size."
+        )
+    else:
+        yield (
+            f"{text}, and exceed the tolerance at step {first.last}. The comparison "
+            "detects a fault of this size."
+        )
 
 
 def difference_of(run: RecordedRun, reference: RecordedRun) -> str:
-    """Say where the losses of a run differ from the reference's, and the likely causes."""
-    first, largest = run.first, run.largest
-    assert first
-    digits = ".4f" if first.relative > 1e-4 else ".8g"
+    """Say where a run differs from the reference, and the likely causes."""
+    first, norm = run.departures[0], next((p for p in run.departures if p.of == "grad_norm"), None)
+    largest = run.largest(first.of) or first
+    other = "another repeat" if run is reference else reference.name
     text = (
-        f"❌ {run.name}: the {'losses' if first.of == 'loss' else 'evaluations'} differ from those "
-        f"of {'another repeat' if run is reference else reference.name} from step {first.last} "
-        f"({first.a:{digits}} and {first.b:{digits}}, {first.relative:.1e} relative). The largest "
-        f"difference is {largest.relative:.1e}, at step {largest.last}."
+        f"❌ {run.name}: the {NAMES[first.of]} differ from those of {other} from step "
+        f"{_values(first)}. The largest difference is {largest.relative:.1e}, at step "
+        f"{largest.last}."
     )
+    if first.of == "grad_norm":
+        text += " The losses agree."
+    elif norm and norm.last <= first.last:
+        text += f" The gradient norms differ from step {_values(norm)}."
     if run.causes:
         causes = [f"{cause}, which changes {cause.changes}" for cause in run.causes[:MOST_CAUSES]]
         return f"{text} Likely cause: {'; or '.join(causes)}."
     found = [difference for difference in run.differences if difference.changes == ROUNDING]
     names = ", ".join(map(str, found)) or "nothing that the runs record"
-    if largest.relative <= (limit := max(run.tolerance[0], reference.tolerance[0])):
+    rounding = max(run.rounding, reference.rounding)
+    limit = rounding.grad_norm if first.of == "grad_norm" else rounding.loss
+    if largest.relative <= limit:
         return f"{text} Likely cause: rounding, up to {limit:.0e} relative, because of {names}."
     return (
         f"{text} This is more than rounding explains ({limit:.0e} relative), and what differs is "
         f"{names}. Repeat with --precision fp32 --deterministic to tell a fault from rounding."
     )
+
+
+def _values(point: Point) -> str:
+    """Return the step of a point, and its two values."""
+    digits = ".4f" if point.relative > 1e-4 else ".8g"
+    values = f"{point.a:{digits}} and {point.b:{digits}}"
+    return f"{point.last} ({values}, {point.relative:.1e} relative)"
 
 
 def _speed_and_memory(comparison: Comparison) -> Iterator[str]:
@@ -255,6 +301,14 @@ def _speed_and_memory(comparison: Comparison) -> Iterator[str]:
         )
         one = " One rank cannot show what sharding saves or what communication costs."
         yield text + (one if comparison.facts["world_size"] == 1 else "")
+
+
+def _unreadable(comparison: Comparison) -> Iterator[str]:
+    """Name the lines of metrics.jsonl that are not part of the comparison."""
+    for run in filter(None, [*comparison.runs, comparison.control]):
+        for repeat in run.repeats or [run]:
+            if repeat.unreadable:
+                yield f"⚠️  {unreadable_lines(repeat.place / FILE, repeat.unreadable)}"
 
 
 def _incomplete(comparison: Comparison) -> Iterator[str]:

@@ -1,12 +1,17 @@
 """metrics.jsonl, one JSON object for each optimizer step and evaluation, and its curve loss.png."""
 
+import functools
 import json
 import logging
 from functools import partial
 from pathlib import Path
 
 from support import console
+from support.errors import first_line
 from support.files.atomic import only_finite, write_atomically, write_text
+
+FILE = "metrics.jsonl"
+MOST_LINES = 5  # that a message names
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
@@ -32,6 +37,13 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     return records, unreadable
 
 
+def unreadable_lines(path: Path, numbers: list[int]) -> str:
+    """Return the message about the lines of metrics.jsonl that cannot be read."""
+    lines = ", ".join(map(str, numbers[:MOST_LINES]))
+    more = f" and {len(numbers) - MOST_LINES} more" if len(numbers) > MOST_LINES else ""
+    return f"{path}: line {lines}{more} cannot be read and is left out."
+
+
 class MetricsFile:
     """The metrics.jsonl that a run writes (rank 0)."""
 
@@ -40,8 +52,13 @@ class MetricsFile:
         self._unwritten = b""  # what did not fit on a full disk
 
     def cut_at(self, step: int) -> None:
-        """Remove the records after a checkpoint, because these steps are trained again."""
-        records = read_metrics(self.path)[0] if self.path.is_file() else []
+        """Remove the records after a checkpoint, because these steps are trained again.
+
+        Lines that cannot be read are removed, too, with a notice.
+        """
+        records, unreadable = read_metrics(self.path) if self.path.is_file() else ([], [])
+        if unreadable:
+            console.warn(f"{unreadable_lines(self.path, unreadable)} The new file lacks it.")
         # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
         # run repeats the evaluation of the checkpoint's own step.
         kept = [r for r in records if r["step"] < step or (r["step"] == step and "loss" in r)]
@@ -63,23 +80,42 @@ class MetricsFile:
                 )
 
 
+def why_no_figure() -> str:
+    """Return why no figure can be drawn, and the remedy; "" if matplotlib can be imported."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
+    try:
+        import matplotlib.figure  # noqa: F401  # takes a second
+    except ImportError as error:
+        return f"{first_line(error)}: pip install matplotlib."
+    return ""
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    console.warn(text)
+
+
 def draw_losses(metrics: Path) -> None:
     """Draw the training and evaluation losses over the steps into loss.png, next to metrics.jsonl.
 
-    Does nothing if fewer than two steps are logged.
+    Does nothing if fewer than two steps are logged. Prints a notice if lines cannot be read, or if
+    matplotlib is missing.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
         OSError: a file cannot be read or written.
     """
-    records, _ = read_metrics(metrics)
+    records, unreadable = read_metrics(metrics)
+    if unreadable:
+        console.warn(unreadable_lines(metrics, unreadable))
     trained, evaluated = (
         [(record["step"], record[key]) for record in records if record.get(key) is not None]
         for key in ("loss", "eval_loss")
     )
     if len(trained) < 2:
         return
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
+    if problem := why_no_figure():
+        _warn_once(f"{metrics.with_name('loss.png')} is not drawn: {problem}")
+        return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -3,7 +3,7 @@
 Texts of files are escaped and without secrets, and the page allows no script and no request.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from support.cli.ds_config import lookup
 from support.errors import UserError, redact
 from support.report import comparison_text, plots
 from support.report.compare import read_comparison, read_folder
+from support.report.metrics_file import FILE, unreadable_lines, why_no_figure
+from support.report.plots import Chart
 from support.units import MB, human_bytes, human_rate
 
 # Key of results.json, and format of the numbers at the top of a run's page.
@@ -33,17 +35,21 @@ CURVES = {
 }
 
 
-def page_of(folder: Path) -> str:
+def page_of(folder: Path) -> tuple[str, list[str]]:
     """Return the page about an output folder, or about a folder of compare_strategies.sh.
 
+    Returns:
+        The page, and what it lacks: lines that cannot be read, or the charts.
     Raises:
         UserError: the folder holds no run.
     """
     is_run = any((folder / name).exists() for name in ("results.json", "metrics.jsonl"))
     values = (_run if is_run else _comparison)(folder)
+    if problem := why_no_figure():
+        values["notices"].append(f"The page has no charts: {problem}")
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, finalize=_clean)
-    return environment.get_template("page.html").render(**values)
+    return environment.get_template("page.html").render(**values), values["notices"]
 
 
 def _clean(value: Any) -> Any:
@@ -51,8 +57,11 @@ def _clean(value: Any) -> Any:
     return value if isinstance(value, Markup) else redact("—" if value is None else str(value))
 
 
-def _svg(draw: Callable[..., object], **values: Any) -> Markup:
-    return Markup(plots.svg_of(partial(draw, **values), (4.6, 3.0)))
+def _drawn(charts: Mapping[str, Chart]) -> dict[str, Markup]:
+    """Return charts as SVG; none without matplotlib."""
+    if why_no_figure():
+        return {}
+    return {name: Markup(plots.svg_of(chart, (4.6, 3.0))) for name, chart in charts.items()}
 
 
 def _comparison(folder: Path) -> dict[str, Any]:
@@ -61,16 +70,18 @@ def _comparison(folder: Path) -> dict[str, Any]:
     if all(run.status == "not run" for run in comparison.runs):
         known = "an output folder with results.json, or a comparison, comparison_runs/NAME"
         raise UserError(f"{folder} holds no run: name {known}.")
-    charts = {caption: _svg(chart) for caption, chart in plots.charts_of(comparison).items()}
     sections = {
         "Results": {"tables": comparison_text.tables_of(comparison, wide=True)},
         "Conclusions": {"lines": comparison_text.sentences_of(comparison)},
-        "Charts": {"charts": charts},
+        "Charts": {"charts": _drawn(plots.charts_of(comparison))},
         "Origin": {"lines": comparison_text.provenance(comparison)},
         "Commands": {"text": "\n".join(map(comparison_text.command_of, comparison.runs))},
     }
     subtitle = comparison_text.title(comparison)
-    return {"title": comparison.name, "subtitle": subtitle, "sections": sections}
+    return {
+        **{"title": comparison.name, "subtitle": subtitle, "sections": sections},
+        "notices": [],  # the conclusions name the lines that cannot be read
+    }
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -88,10 +99,12 @@ def _run(folder: Path) -> dict[str, Any]:
         for name, entry in (results.get("communication_per_step") or {}).items()
     ]
     curves = _curves(run.records)
+    no_step = [] if curves else ["metrics.jsonl has no step."]
+    damage = [unreadable_lines(folder / FILE, run.unreadable)] if run.unreadable else []
     sections: dict[str, dict[str, Any]] = {
         "Results": {"facts": facts},
-        "Curves": {"charts": curves, "lines": [] if curves else ["metrics.jsonl has no step."]},
-        "Memory and time of a step": {"charts": _charts_of_step(results)},
+        "Curves": {"charts": _drawn(curves), "lines": no_step},
+        "Memory and time of a step": {"charts": _drawn(_charts_of_step(results))},
         "Communication": {"tables": [(collectives, ["collective", "calls", "sent bytes"])]},
         "Checkpoints": {"lines": [path.name for path in list_checkpoints(folder / "checkpoints")]},
         "Generated text": {"text": results.get("sample")},
@@ -104,23 +117,23 @@ def _run(folder: Path) -> dict[str, Any]:
     return {
         "title": folder.resolve().name,
         "subtitle": f"{results.get('status')}, started {results.get('started_at')}",
-        **{"problem": problem, "sections": sections},
+        **{"problem": problem, "sections": sections, "notices": damage},
     }
 
 
-def _curves(records: list[dict]) -> dict[str, Markup]:
-    curves = {}
+def _curves(records: list[dict]) -> dict[str, Chart]:
+    curves: dict[str, Chart] = {}
     for caption, keys in CURVES.items():
         lines = {
             label: [(r["step"], r[key]) for r in records if r.get(key) is not None]
             for label, key in keys.items()
         }
         if drawn := {label: points for label, points in lines.items() if points}:
-            curves[caption] = _svg(plots.draw_lines, lines=drawn)
+            curves[caption] = partial(plots.draw_lines, lines=drawn)
     return curves
 
 
-def _charts_of_step(results: dict) -> dict[str, Markup]:
+def _charts_of_step(results: dict) -> dict[str, Chart]:
     """Return the charts of the memory of each rank and of the time of each phase."""
     bars = {}  # names and values by caption
     if ranks := list(filter(None, lookup(results, "memory.categories_bytes_by_rank") or [])):
@@ -131,6 +144,6 @@ def _charts_of_step(results: dict) -> dict[str, Markup]:
         times = {"": [1000 * seconds for seconds in phases.values()]}
         bars["Mean time of each phase of a step (ms)"] = [*phases], times
     return {
-        caption: _svg(plots.draw_bars, names=names, bars=values)
+        caption: partial(plots.draw_bars, names=names, bars=values)
         for caption, (names, values) in bars.items()
     }

@@ -1,19 +1,23 @@
-"""The figure of a comparison, and the charts of a page: each function draws on given axes."""
+"""The figure of a comparison, and the charts of a page: each function draws on given axes.
+
+matplotlib may be missing (`metrics_file.why_no_figure`), so only what draws imports it.
+"""
+
+from __future__ import annotations
 
 import io
 import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING
 
 from support.report.compare import STATES, Comparison, RecordedRun
 from support.report.comparison_text import provenance, title
 from support.units import GB, MB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # The palette of Okabe and Ito, whose colors can be told apart with color-blindness.
 BLUE, SKY, ORANGE, GREEN, PINK, RED = "#0072B2 #56B4E9 #E69F00 #009E73 #CC79A7 #D55E00".split()
@@ -24,15 +28,18 @@ KIND_COLORS |= {"activations": GREEN, "logits": PINK, "in host memory": "#dddddd
 SVG_SETTINGS = {"svg.fonttype": "none", "legend.frameon": False, "svg.hashsalt": "page"}
 EQUAL = 1e-8  # drawn as the difference of equal losses: 0 has no logarithm
 
-Chart = Callable[[Axes], object]
+Chart = Callable[["Axes"], object]
 
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Draw all charts of a comparison into a .png, .svg or .pdf file.
 
     Raises:
+        ImportError: matplotlib is not installed.
         ValueError: matplotlib does not know the ending of the file's name.
     """
+    from matplotlib.figure import Figure
+
     charts = charts_of(comparison)
     rows = math.ceil(len(charts) / 2)
     figure = Figure(figsize=(13, 4.5 * rows), layout="constrained")
@@ -64,21 +71,31 @@ def charts_of(comparison: Comparison) -> dict[str, Chart]:
     runs = {run.name: run for run in comparison.runs if run.points}
     if runs and not comparison.of_strategies:
         losses = {
-            name: [(last, loss) for (_, last), loss in run.losses().items()]
+            name: [(last, loss) for (_, last), loss in run.curve("loss").items()]
             for name, run in runs.items()
         }
         charts["Training loss (nats per token)"] = partial(draw_lines, lines=losses)
     if runs:
         if comparison.control:
             runs["control: higher lr"] = comparison.control
-        differences = {
-            name: [(p.last, max(EQUAL, p.relative)) for p in run.points if p.of == "loss"]
-            for name, run in runs.items()
-            if run is not comparison.reference
+        others = {name: run for name, run in runs.items() if run is not comparison.reference}
+        charts |= _differences(comparison, others)
+    return charts
+
+
+def _differences(comparison: Comparison, runs: dict[str, RecordedRun]) -> dict[str, Chart]:
+    """Return the charts of the differences from the reference: of losses and gradient norms."""
+    charts: dict[str, Chart] = {}
+    medians = f", medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
+    limits = {"loss": comparison.tolerance, "grad_norm": comparison.norm_tolerance}
+    for kind, name in {"loss": "loss", "grad_norm": "gradient norm"}.items():
+        lines = {
+            label: [(p.last, max(EQUAL, p.relative)) for p in run.points if p.of == kind]
+            for label, run in runs.items()
         }
-        medians = f", medians of {comparison.lasting} steps" if comparison.lasting > 1 else ""
-        chart = partial(draw_lines, lines=differences, limit=comparison.tolerance)
-        charts[f"Relative difference of the loss ({EQUAL:.0e}: none{medians})"] = chart
+        if lines := {label: points for label, points in lines.items() if points}:
+            chart = partial(draw_lines, lines=lines, limit=limits[kind])
+            charts[f"Relative difference of the {name} ({EQUAL:.0e}: none{medians})"] = chart
     return charts
 
 
@@ -105,6 +122,8 @@ def draw_lines(
         lines: the steps and the values of their points, by label.
         limit: the tolerance of differences, which are drawn on a logarithmic axis.
     """
+    from matplotlib.ticker import MaxNLocator
+
     for number, (label, points) in enumerate(lines.items()):
         width, marker = 1.3 + 4 * (1 - (number + 1) / len(lines)), "." if len(points) < 30 else ""
         color = COLORS[number % len(COLORS)]
@@ -112,8 +131,10 @@ def draw_lines(
         axes.plot(steps, values, label=label, color=color, marker=marker, linewidth=width)
     if limit is not None:
         axes.axhline(max(EQUAL, limit), label="tolerance", color=RED, linestyle="--")
+        drawn = [value for points in lines.values() for _, value in points]
+        # With space for the legend. Before the scale, which cannot choose limits for equal values.
+        axes.set_ylim(EQUAL / 2, 100 * max([EQUAL, limit, *filter(math.isfinite, drawn)]))
         axes.set_yscale("log")
-        axes.set_ylim(EQUAL / 2, 100 * axes.get_ylim()[1])  # space for the legend
     if len(lines) > 1 or limit is not None:
         axes.legend(fontsize=8, ncols=3)
     axes.set_xlabel("optimizer step")
@@ -158,6 +179,9 @@ def svg_of(chart: Chart, size: tuple[float, float]) -> str:
     Args:
         size: width and height in inches.
     """
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({**SVG_SETTINGS, "font.size": 9}):
         figure = Figure(figsize=size, layout="constrained")
         chart(figure.subplots())

@@ -508,7 +508,7 @@ class Run:
 
     def _draw_losses(self) -> None:
         if self.ctx.is_main:
-            with errors_as_notices(), contextlib.suppress(ModuleNotFoundError):
+            with errors_as_notices():
                 draw_losses(self.file.path)
 
 

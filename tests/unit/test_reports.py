@@ -2,13 +2,17 @@
 
 import json
 import re
+import sys
+import warnings
 
 import pytest
 
 from support.errors import UserError
+from support.report import plots
 from support.report.causes import EFFECT_OF
 from support.report.compare import compare_runs, read_comparison, read_run
 from support.report.comparison_text import as_json, as_markdown, as_text, tables_of
+from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.page import page_of
 
 LOSSES = [8.0, 7.5, 7.0, 6.5, 6.0, 5.5]
@@ -38,11 +42,15 @@ RESULTS = {
 }
 
 
-def steps(losses=LOSSES, first=1, lr=1e-3):
-    return [
+def steps(losses=LOSSES, first=1, lr=1e-3, norms=()):
+    """Records of steps; earlier versions recorded no gradient norms."""
+    records = [
         {"step": number, "epoch": 1, "loss": loss, "lr": lr}
         for number, loss in enumerate(losses, first)
     ]
+    for record, norm in zip(records, norms, strict=False):
+        record["grad_norm"] = norm
+    return records
 
 
 def save(folder, results, records):
@@ -143,7 +151,110 @@ def test_evaluations_that_differ(ours):
     assert "evaluations differ from those of A from step 6" in text
 
 
+NORMS = [12.0, 6.0, 7.0, 6.5, 5.0, 4.0]
+
+
+def test_gradients_that_differ_although_the_losses_agree(ours):
+    """AdamW hides a wrong scale of the gradients from the losses."""
+    b = ours("b", steps(norms=[norm / 4 for norm in NORMS]), strategy="zero2")
+    found, text = compared(ours("a", steps(norms=NORMS)), b, tolerance=None)
+    assert found["exit_code"] == 1 and found["departing"] == ["B"] and not found["same_model"]
+    assert found["first_difference"] == {
+        **{"of": "grad_norm", "first": 1, "last": 1, "a": 12.0, "b": 3.0, "relative": 0.75}
+    }
+    assert found["norm_difference"] == found["largest_norm_difference"]["relative"] == 0.75
+    assert found["difference"] == 0 and "✅" not in text and "12.0000 and 3.0000" in text
+
+
+def test_losses_come_first_where_both_differ(ours):
+    b = ours("b", steps([8.0, 7.0, *LOSSES[2:]], norms=[9.0, *NORMS[1:]]))
+    found, text = compared(ours("a", steps(norms=NORMS)), b)
+    assert found["first_difference"]["of"] == "loss" and found["first_difference"]["last"] == 2
+    assert "gradient norms differ from step 1" in text
+
+
+def test_gradient_norms_that_cannot_be_compared(ours):
+    """Of an earlier version, and of a step in fp16 that overflowed."""
+    a = ours("a", steps(norms=NORMS))
+    for name, norms in {"old": [], "null": [None] * 6, "over": [-1, *NORMS[1:]]}.items():
+        found, text = compared(a, ours(name, steps(norms=norms)), tolerance=None)
+        assert found["same_model"] and found["exit_code"] == 0
+        assert ("gradient norms" in text) == (name == "over") and "nan" not in text.lower()
+
+
+@pytest.mark.parametrize(
+    "precision, difference, same",
+    [("fp32", 1.2e-6, True), ("fp32", 2e-4, False), ("bf16", 2e-3, True), ("bf16", 2e-2, False)],
+)
+def test_by_default_rounding_of_the_precision_is_no_difference(ours, precision, difference, same):
+    b = steps([loss * (1 + difference) for loss in LOSSES])
+    runs = [
+        ours(name, records, precision=precision) for name, records in (("a", steps()), ("b", b))
+    ]
+    found, text = compared(*runs, tolerance=None)
+    assert found["same_model"] == same and found["exit_code"] == (not same)
+    assert ("Likely cause: rounding" not in text) or not same
+    assert not compared(*runs, tolerance=0)[0]["same_model"]  # each step, bit for bit
+
+
+def test_the_lower_precision_of_two_decides(ours):
+    a, other = ours("a", steps()), steps([loss * 1.002 for loss in LOSSES])
+    found, _ = compared(a, ours("b", other), ours("c", other, precision="bf16"), tolerance=None)
+    assert found["departing"] == ["B"] and found["tolerance"] == 5e-3
+
+
+def test_the_figure_of_equal_runs_and_of_losses_that_are_not_finite(ours, tmp_path):
+    """Neither has a logarithm."""
+    a = ours("a", steps([8.0, None, 7.0], norms=NORMS))
+    for name, losses in {"b": [8.0, None, 7.0], "c": [8.0, 7.5, None]}.items():
+        other = ours(name, steps(losses, norms=NORMS))
+        for tolerance in (0, None):
+            comparison = compare_runs([read_run(a), read_run(other)], tolerance)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                plots.draw(comparison, tmp_path / "figure.png")
+
+
 # ------------------------------------------------------------------------------------------- files
+
+
+def test_a_line_that_cannot_be_read_is_named(ours):
+    """By the comparison, and on the page of the run; not the last line of a run that was killed."""
+    a, b = ours("a", steps()), ours("b", steps())
+    lines = (b / "metrics.jsonl").read_text().splitlines()
+    lines[2] = lines[2][:20]
+    (b / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 7, "lo')
+    found, text = compared(a, b)
+    assert found["same_model"] and found["compared_steps"] == 5 and "in 5 steps" in text
+    assert f"{b}/metrics.jsonl: line 3 " in text and found["unreadable_lines"] == [3]
+    page, notices = page_of(b)
+    assert len(notices) == 1 and "line 3 " in notices[0] and "line 3 " in page
+    assert compared(a, a)[0]["unreadable_lines"] == []
+
+
+def test_a_resume_names_the_lines_that_it_removes(ours, capsys):
+    """Not the half line of a run that was killed."""
+    file = ours("a", steps()) / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    lines[1] = "\0" * 40
+    file.write_text("\n".join(lines) + '\n{"step": 7, "lo')
+    for notice in ("line 2 ", ""):
+        MetricsFile(file).cut_at(5)
+        assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3, 4, 5]
+        out, err = capsys.readouterr()
+        assert notice in out + err and bool(out + err) == bool(notice)
+
+
+def test_without_matplotlib_there_are_no_pictures(ours, monkeypatch, capsys):
+    folder = ours("a", steps())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page, notices = page_of(folder)
+    assert "<svg" not in page and "5.5" in page and "has no step" not in page
+    assert len(notices) == 1 and "pip install matplotlib" in notices[0]
+    for _ in range(2):  # after an evaluation, and at the end
+        draw_losses(folder / "metrics.jsonl")
+    out, err = capsys.readouterr()
+    assert (out + err).count("pip install matplotlib") == 1
 
 
 def test_a_loss_that_is_not_finite_is_equal_only_to_itself(ours):
@@ -260,6 +371,15 @@ def test_speeds_under_different_load_are_not_ranked(strategies, speed, comparabl
     assert ("Fastest" in text) == comparable and ("not comparable" in text) != comparable
 
 
+@pytest.mark.parametrize("factor, seen", [(1.00001, False), (1.1, True), (None, None)])
+def test_same_model_is_claimed_only_if_the_control_would_have_differed(strategies, factor, seen):
+    control = [] if factor is None else [{"losses": [loss * factor for loss in LOSSES]}]
+    comparison, text = strategies(dp=[{}], zero2=[{}], control=control)
+    assert comparison.same_model and comparison.exit_code == 0
+    assert (comparison.conclusive, as_json(comparison)["conclusive"]) == (seen, seen)
+    assert ("✅ Same model" in text) == (seen is True) and ("✅" in text) == (seen is not False)
+
+
 def test_repeats_give_the_median_and_the_spread(strategies):
     repeats = [{"samples_per_second": speed} for speed in (1.0, 2.0, 1.5)]
     comparison, _ = strategies(dp=[{"samples_per_second": 1.0}], zero1=repeats)
@@ -329,7 +449,7 @@ def test_text_of_files_is_shown_escaped_and_without_secrets(tmp_path, monkeypatc
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     records = [*steps(), {"step": 6, "eval_loss": 7.1}]
     folder = tmp_path / "<script>alert(3)<"
-    page = page_of(save(folder, with_text(SHOWN, HOSTILE + SECRET), records))
+    page, _ = page_of(save(folder, with_text(SHOWN, HOSTILE + SECRET), records))
     shown = ("Memory", "time of a step", "Communication", "Generated text", "all_reduce float32")
     assert all(word in page for word in (*shown, "once", "python x", "8.0000", "5.5000"))
     assert page.count("<svg") == 4
@@ -344,9 +464,10 @@ def test_missing_and_truncated_files(tmp_path):
     )
     results.write_text(results.read_text()[:20])
     metrics.unlink()
-    assert "results.json" in page_of(tmp_path) and "metrics.jsonl" in page_of(tmp_path)
+    page, _ = page_of(tmp_path)
+    assert "results.json" in page and "metrics.jsonl" in page
 
 
 def test_the_page_of_a_run_that_failed_says_why(tmp_path):
-    page = page_of(save(tmp_path, {"status": "oom", "reason": "no memory left"}, []))
+    page, _ = page_of(save(tmp_path, {"status": "oom", "reason": "no memory left"}, []))
     assert "no memory left" in page and "metrics.jsonl has no step" in page
