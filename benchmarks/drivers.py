@@ -32,10 +32,10 @@ from transformers import (
 
 
 class Sequences(Dataset):
-    """The prepared sequences of an .npy file: token ids, int64 [number, length]."""
+    """The first `count` sequences of an .npy file: token ids, int64 [number, length]."""
 
-    def __init__(self, file: Path):
-        self.sequences = np.load(file, mmap_mode="r")
+    def __init__(self, file: Path, count: int):
+        self.sequences = np.load(file, mmap_mode="r")[:count]
 
     def __len__(self):
         return len(self.sequences)
@@ -161,7 +161,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config.from_json_file(args.config))
-    PEERS[args.peer](args, model, Sequences(args.data))
+    count = args.max_steps * args.batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+    PEERS[args.peer](args, model, Sequences(args.data, count))
     if (peak := peak_bytes()) and os.environ.get("RANK", "0") == "0":
         print(f"peak_bytes {peak}", flush=True)
     # Nothing is measured after the last step, and the destruction of gloo's process group has hung.

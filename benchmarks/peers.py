@@ -32,7 +32,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import threading
 import time
@@ -42,9 +41,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from benchmarks.bench import PROJECT, SCRIPT, TORCHRUN, end_family
+from benchmarks import corpus
+from benchmarks.runner import PROJECT, SCRIPT, TORCHRUN, end_families
 from support.cluster.tuning import cpu_computes_bf16
 from support.tables import CONFIGS, EMBEDDED_MODEL
 from support.text_tables import replace_section
@@ -59,6 +57,7 @@ OUR_STEP = re.compile(r"\| Batch (\d+)/\d+ \| Loss: (\S+)")
 THEIR_STEP = re.compile(r"^step (\d+) loss (\S+)")
 PEAK = re.compile(r"^peak_bytes (\d+)")
 COLORS = {"ours": "#0072B2", "Trainer": "#D55E00"}
+FIRST_STEPS = {True: 10, False: 2}  # that are left out: on a GPU, and on a CPU
 FIGURE_ROUNDS, FIGURE_STEPS = 3, 20  # rounds of a bar, and measured steps of each, at least
 
 
@@ -168,13 +167,15 @@ class Run:
 # ------------------------------------------------------------------------------------- measurements
 
 
-def measure(setting: Setting, program: str, number: int, out: Path, steps: int) -> tuple[Run, dict]:
+def measure(
+    setting: Setting, program: str, number: int, out: Path, data: Path, steps: int
+) -> tuple[Run, dict]:
     """Run a program once.
 
     Args:
         number: of the round.
-        out: folder of logs, data and runs.
-        steps: optimizer steps of the run.
+        out: folder of the log and of the run, whose output stays there until the next one.
+        data, steps: as for `command_of`.
     Returns:
         The run, and the results.json of this project, which is empty for other programs.
     Raises:
@@ -182,7 +183,7 @@ def measure(setting: Setting, program: str, number: int, out: Path, steps: int) 
     """
     folder, log = out / "run", out / "log.txt"
     shutil.rmtree(folder, ignore_errors=True)
-    command, env = command_of(setting, program, out, steps), environment(setting)
+    command, env = command_of(setting, program, out, data, steps), environment(setting)
     run, results = Run(setting, program, number, [], []), {}
     with open(log, "w", encoding="utf-8") as errors:
         code = watch(command, env, errors, run)
@@ -195,7 +196,6 @@ def measure(setting: Setting, program: str, number: int, out: Path, steps: int) 
         run.memory = max(memory["peak_bytes"]) if on_gpu else sum(memory["host_peak_bytes"])
         if results["mfu"]:
             run.mfu_per_rate = results["mfu"] / results["tokens_per_second"]
-    shutil.rmtree(folder, ignore_errors=True)
     return run, results
 
 
@@ -206,7 +206,7 @@ def watch(command: list[str], env: dict, errors, run: Run) -> int:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=PROJECT
     )
-    limit = threading.Timer(RUN_SECONDS, end_family, [process])
+    limit = threading.Timer(RUN_SECONDS, end_families, [[process]])
     limit.start()
     try:
         for line in process.stdout:
@@ -221,20 +221,29 @@ def watch(command: list[str], env: dict, errors, run: Run) -> int:
     finally:  # also after Ctrl-C and SIGTERM: the ranks must not outlive this process
         limit.cancel()
         if process.poll() is None:
-            end_family(process)
+            end_families([process])
 
 
-def command_of(setting: Setting, program: str, out: Path, steps: int) -> list[str]:
-    """Return the command line of a program."""
-    data = prepare_data(setting, out, steps)
+def command_of(setting: Setting, program: str, out: Path, data: Path, steps: int) -> list[str]:
+    """Return the command line of a program, whose data is prepared if it is missing.
+
+    Args:
+        out: folder of the run.
+        data: folder of text and tokens, by model and length of the sequences.
+        steps: optimizer steps of the run.
+    """
+    data = data / f"{setting.model}-{setting.seq_length}"
+    count = steps * setting.ranks * setting.batch_size
+    corpus.prepare(data, setting.model, count, setting.seq_length)
     words = f"--batch_size {setting.batch_size} --max_steps {steps}"
     words += f" --logging_steps {setting.logging_steps} --precision {setting.precision}"
     words += " --lr 5e-4 --weight_decay 0.01 --max_grad_norm 1.0"
     flags = [*PROGRAMS[program], *words.split(), *(["--compile"] if setting.compile else [])]
     if program.startswith("ours"):
-        flags += [*our_flags(setting, data, steps), "--output_dir", str(out / "run")]
+        flags += [*our_flags(setting, count), *corpus.flags_of(data)]
+        flags += ["--output_dir", str(out / "run")]
     else:
-        config = data / f"config-{setting.dropout}.json"
+        config = out / "config.json"
         config.write_text(json.dumps(model_config(setting)))
         flags += ["--config", str(config), "--data", str(data / "sequences.npy")]
     launcher = [*TORCHRUN, f"--nproc_per_node={setting.ranks}"]
@@ -242,40 +251,10 @@ def command_of(setting: Setting, program: str, out: Path, steps: int) -> list[st
     return [*launcher, str(SCRIPT if program.startswith("ours") else DRIVERS), *flags]
 
 
-def our_flags(setting: Setting, data: Path, steps: int) -> list[str]:
-    """Return this project's flags of the model and the data."""
+def our_flags(setting: Setting, count: int) -> list[str]:
+    """Return this project's flags of the model, and of the number of sequences."""
     flags = f"--model {setting.model} --from_scratch --dropout {setting.dropout} --no_eval"
-    flags += f" --seq_length {setting.seq_length} --no_export"
-    flags += f" --num_samples {steps * setting.ranks * setting.batch_size}"
-    files = ["--dataset", str(data / "corpus.txt"), "--cache_dir", str(data / "cache")]
-    return [*flags.split(), *files]
-
-
-def prepare_data(setting: Setting, out: Path, steps: int) -> Path:
-    """Return a folder with a text, and its tokens as this project cuts them into sequences.
-
-    The text is that of Python's standard library. The tokens are those of this project's cache, so
-    that no program tokenizes.
-    """
-    count, length = steps * setting.ranks * setting.batch_size, setting.seq_length
-    folder = out / "data" / f"{setting.model}-{count}x{length}"
-    if (folder / "sequences.npy").exists():
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    # 8 characters a token are more than any text has; one tenth is held out for validation.
-    text, characters = "", 10 * count * length
-    for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py")):
-        if len(text) < characters:
-            text += source.read_text(encoding="utf-8", errors="replace")
-    (folder / "corpus.txt").write_text(text[:characters], encoding="utf-8")
-    command = [sys.executable, str(SCRIPT), *our_flags(setting, folder, steps), "--prefetch"]
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, cwd=PROJECT)
-    [tokens] = (folder / "cache").glob("*/train.bin")
-    facts = json.loads((tokens.parent / "meta.json").read_text())["facts"]
-    stream = np.fromfile(tokens, facts["splits"]["train"]["dtype"])[: count * length]
-    np.save(folder / "sequences.npy", stream.reshape(count, -1).astype(np.int64))
-    return folder
+    return f"{flags} --seq_length {setting.seq_length} --no_export --num_samples {count}".split()
 
 
 def environment(setting: Setting) -> dict[str, str]:
@@ -495,6 +474,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch_size", type=int, help="sequences of a rank (default: those of the case)")
     add("--model", choices=["gpt2", EMBEDDED_MODEL], default="gpt2", help="(default: gpt2)")
     add("--out", type=Path, default=PROJECT / "runs" / "bench", help="(default: runs/bench)")
+    add("--data", type=Path, help="folder of text and tokens (default: data/ in --out)")
     add("--write", action="store_true", help="write benchmarks/RESULTS.md and the figure")
     args = parser.parse_args(argv)
     # Without bf16 instructions PyTorch emulates bf16, and only the emulation would be measured.
@@ -519,7 +499,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.command += f' BENCH="{" ".join(options)}"'
     args.cases = {name: args.all_cases[name] for name in names}
     args.steps = args.steps or (40 if args.gpu else 6)
-    args.skip = (10 if args.gpu else 2) if args.skip is None else args.skip
+    args.skip = FIRST_STEPS[args.gpu] if args.skip is None else args.skip
     return args
 
 
@@ -532,6 +512,7 @@ def main(argv: list[str]) -> int:
         return 0
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    data = (args.data or out / "data").resolve()
     file = out / f"measurements{'-gpu' if args.gpu else ''}.json"
     runs, facts = load_runs(file) if args.keep else ([], {})
     if args.rounds:
@@ -540,7 +521,7 @@ def main(argv: list[str]) -> int:
     for number in range(earlier + 1, earlier + 1 + args.rounds):
         for setting, program in schedule(args.cases.values(), args.only):
             try:
-                run, results = measure(setting, program, number, out, args.steps)
+                run, results = measure(setting, program, number, out, data, args.steps)
             except RuntimeError as error:
                 failures += 1
                 print(f"❌ {error}", flush=True)
