@@ -646,6 +646,10 @@ def check(args: argparse.Namespace, command: str, work: Path) -> int:
         name: make_runner(Part(name, machine, work), args.only, args.part_seconds)
         for name in args.parts
     }
+    known = {check.name for runner in runners.values() for check in runner.checks}
+    if unknown := [name for name in args.only if name not in known]:
+        print(f"❌ --only {unknown[0]}: no check of {', '.join(args.parts)} has this name here.")
+        return 2
     args.report.parent.mkdir(parents=True, exist_ok=True)
     report = Report(args.report, command, machine, runners, tables_of)
     report.write()
@@ -653,7 +657,7 @@ def check(args: argparse.Namespace, command: str, work: Path) -> int:
         for runner in runners.values():
             runner.run(report.write)
     except BaseException as end:
-        report.otherwise = f"this program was stopped ({end or type(end).__name__})"
+        report.otherwise = f"this program was stopped: {end!r}"
         raise
     finally:
         report.write()
@@ -667,7 +671,7 @@ def check(args: argparse.Namespace, command: str, work: Path) -> int:
 def main(argv: list[str]) -> int:
     """Run the requested parts and return the exit code."""
     args = parse(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = shlex.join(["bash", "benchmarks/gpu_check.sh", *argv])
     if args.work:

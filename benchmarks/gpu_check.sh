@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Check this project on the GPUs of this machine; benchmarks/gpu_check.py says what is checked.
+# Check this project on the GPU of this machine; benchmarks/gpu_check.py says what is checked.
 #
-#   bash benchmarks/gpu_check.sh            # all parts
-#   bash benchmarks/gpu_check.sh 1 3        # these parts, each less than ten minutes
+#   bash benchmarks/gpu_check.sh correctness    # at most five minutes
+#   bash benchmarks/gpu_check.sh speed          # at most five minutes
+#   bash benchmarks/gpu_check.sh                # both
 #   bash benchmarks/gpu_check.sh --help
 #
 # PYTHON=python3.12 names another interpreter than the active environment's, or .venv's.

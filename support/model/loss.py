@@ -84,7 +84,7 @@ class OutputLayer(nn.Linear):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         inputs, targets = (hidden.flatten(0, 1), self.weight, self.bias), targets.flatten()
-        # Profilers show the name "head"; benchmarks/gpu_check.py sums the time of its kernels.
+        # Profilers show the name "head"; benchmarks/gpu_tables.py sums the time of its kernels.
         with torch.autocast(device, enabled=False), torch.profiler.record_function("head"):
             if not torch.is_grad_enabled():
                 needed = (False, False, False)
