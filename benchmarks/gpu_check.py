@@ -25,6 +25,7 @@ failed.
 """
 
 import argparse
+import functools
 import gzip
 import importlib.util
 import json
@@ -32,7 +33,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -65,6 +65,7 @@ from benchmarks.runner import (
 from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
 from support.memory.workload import Workload
+from support.programs import run_command_line
 from support.units import GB
 
 LIBAIO = Path("/usr/include/libaio.h")
@@ -671,8 +672,6 @@ def check(args: argparse.Namespace, command: str, work: Path) -> int:
 def main(argv: list[str]) -> int:
     """Run the requested parts and return the exit code."""
     args = parse(argv)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = shlex.join(["bash", "benchmarks/gpu_check.sh", *argv])
     if args.work:
         return check(args, command, args.work.resolve())
@@ -681,4 +680,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command_line(functools.partial(main, sys.argv[1:]), printed=False)

@@ -256,8 +256,9 @@ def test_kernels_of_a_trace():
 
 
 ENDLESS = """
-import sys
+import functools, sys
 from benchmarks import gpu_check
+from support.programs import run_command_line
 
 def add(part):
     part.add("quick", ["true"])
@@ -265,7 +266,8 @@ def add(part):
         part.add(name, ["bash", "-c", f"sleep 1000.{sys.argv[2]} & wait"], alone=name == "later")
 
 gpu_check.PARTS = {"speed": add}
-sys.exit(gpu_check.main(["speed", "--report", sys.argv[1]]))
+main = functools.partial(gpu_check.main, ["speed", "--report", sys.argv[1]])
+run_command_line(main, printed=False)
 """
 
 
