@@ -20,7 +20,7 @@ The report is one file, which is complete after every run: each check passed, fa
 error) or did not run (with the reason). Next to it are a .json file with everything that the runs
 measured, a .log file with the output of failed runs, and the trace of the profiled step. Please
 report them in an issue of this repository. Without a GPU the checks that a CPU can do run as a
-rehearsal, on small models, in the same order and without these limits. Exit code: 1 if a check
+rehearsal, on small models, in the same order and with longer limits. Exit code: 1 if a check
 failed.
 """
 
@@ -627,7 +627,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("parts", nargs="*", metavar="PART", help="correctness or speed (default: both)")
     add("--only", default="", help="names of checks, with ';' between; also what they depend on")
     add("--report", type=Path, help="file (default: runs/gpu_check/PART.md)")
-    add("--part_seconds", type=float, help="time limit of a part (default: 290; none on a CPU)")
+    add("--part_seconds", type=float, help="time limit of a part (default: 290; on a CPU 7200)")
     add("--work", type=Path, help="folder of runs and logs (default: a temporary one)")
     args = parser.parse_args(argv)
     if unknown := [part for part in args.parts if part not in PARTS]:
