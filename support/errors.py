@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Iterator
@@ -297,7 +298,8 @@ AMONG_RANKS = r"(?=.*([Gg]loo|NCCL|c10d|TCPStore|Dist\w+Error))"
 # (regular expression that is searched in "TypeName: message", class of the error that is shown,
 # what to do). The first row that matches is used. In the advice "{said}" is NCCL's last error or
 # the first line of the library's message, "{where}" the file that it names, "{compiler}" the
-# compiler's first error, and "{port}" is MASTER_PORT.
+# compiler's first error, "{port}" MASTER_PORT, and "{limit}" a sentence about `ulimit -v`, if it
+# limits this process.
 ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"^(?!.*(cudaHostAlloc|pin_memory)).*(OutOfMemoryError|CUBLAS_STATUS_(ALLOC_FAILED|"
@@ -308,7 +310,25 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"^MemoryError|out of memory|[Cc]an(no|')t allocate memory|cudaHostAlloc|pin_memory.*error",
         HostOutOfMemory,
-        "Out of memory: {said}.",
+        "Out of memory: {said}.{limit}",
+    ),
+    (
+        r"failed to map segment from shared object",
+        MissingRequirement,
+        "{said}: too little memory may be mapped, or its disk is mounted with noexec.{limit}",
+    ),
+    (
+        r"can't start new thread|[Uu]nable to start \w* ?thread|pthread_create|"
+        r"ThreadPoolBuildError|os error 11\)|^BlockingIOError.*Resource temporarily unavailable",
+        TrainingError,
+        "No new thread or process can be started ({said}): `ulimit -u` and a container's limit of "
+        "pids limit their number. Raise the limit, or end other processes.",
+    ),
+    (
+        r"File too large|os error 27\)",
+        TrainingError,
+        "The file {where} would exceed the largest size that is allowed: run `ulimit -f unlimited` "
+        "before the run, or use another file system. Complete checkpoints are unchanged.",
     ),
     (
         r"does not have a deterministic implementation",
@@ -390,6 +410,14 @@ COMPILER_ERROR = r"^(?!Error building).*(error:|cannot find|undefined reference|
 NCCL_CAUSE = r"\nLast error:[ \t]*\n?[ \t]*(\S.*)"
 
 
+def _memory_limit() -> str:
+    """Return a sentence about the limit of this process's address space; "" without a limit."""
+    size = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if size == resource.RLIM_INFINITY:
+        return ""
+    return f" `ulimit -v` limits each process to {size / 2**30:.1f} GB: raise it."
+
+
 def look_up(error: BaseException) -> UserError | None:
     """Return a new error with the advice of the first row of ADVICE that matches, or None."""
     text, cause = f"{type(error).__name__}: {error}", re.search(NCCL_CAUSE, str(error))
@@ -403,6 +431,7 @@ def look_up(error: BaseException) -> UserError | None:
                     where=getattr(error, "filename", None) or "a file",
                     compiler=compiler[0].strip() if compiler else said,
                     port=os.environ.get("MASTER_PORT", "29500"),
+                    limit=_memory_limit(),
                 )
             )
     return None

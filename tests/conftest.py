@@ -153,8 +153,10 @@ def check_schema(folder: Path, metrics: bool = True) -> None:
     """Check that the files of a run have the keys and types of docs/OUTPUTS.md."""
     from schema_check import problems_of_metrics, problems_of_results
 
+    from support.report.results_types import wrong_key
+
     run = Run(folder=folder)
-    problems = [*problems_of_results(run.results)]
+    problems = [*problems_of_results(run.results), *filter(None, [wrong_key(run.results)])]
     for record in run.metrics if metrics else ():
         problems += problems_of_metrics(record)
     assert not problems, f"{folder}: {problems}"

@@ -162,6 +162,7 @@ def check_output_dir(args: Arguments) -> None:
         return
     folder = Path(args.output_dir)
     check_place("--output_dir", folder)
+    check_files_of_run(folder, saves=not (args.no_save or args.eval_only))
     if holds_a_run(folder) and not args.overwrite and args.resume is None:
         raise UserError(
             f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces "
@@ -177,6 +178,24 @@ def check_place(flag: str, folder: Path) -> None:
         raise UserError(f"{flag} {folder}: {there} is a file or a broken link: name a folder.")
     if not os.access(there, os.W_OK):
         raise UserError(f"{flag} {folder}: {there} is not writable.")
+
+
+def check_files_of_run(folder: Path, saves: bool) -> None:
+    """Check that the files that a run writes can be written, if they exist.
+
+    Args:
+        folder: the run's output folder.
+        saves: whether the run may save checkpoints.
+    """
+    for name in ("results.json", "metrics.jsonl", "ds_config.json", ".lock"):
+        path = folder / name
+        if os.path.lexists(path) and not path.is_file():
+            raise UserError(
+                f"--output_dir {folder}: {name} is not a file: remove it, or name another folder."
+            )
+    checkpoints = folder / "checkpoints"
+    if saves and os.path.lexists(checkpoints):
+        check_place("--output_dir", checkpoints)
 
 
 def holds_a_run(folder: Path) -> bool:

@@ -73,7 +73,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
         config = parser.loads(text, object_pairs_hook=_object)
         check_depth(config)
     except RecursionError as error:
-        raise UserError(f"{shown(path)} {TOO_DEEP}.") from error
+        raise UserError(f"{shown(path)}: {TOO_DEEP}.") from error
     except ValueError as error:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
     remember_secrets(config)

@@ -100,7 +100,7 @@ def read_yaml(flag: str, path: str) -> dict[str, Any]:
         value = yaml.load(text, UniqueKeys)
         check_depth(value)
     except RecursionError as error:
-        raise UserError(f"{flag} {shown(path)} {TOO_DEEP}.") from error
+        raise UserError(f"{flag} {shown(path)}: {TOO_DEEP}.") from error
     except (yaml.YAMLError, ValueError) as error:  # 2026-02-30 is a ValueError
         problem = " ".join(str(error).split())
         raise UserError(f"{flag} {shown(path)} is not YAML: {shown(problem, 300)}.") from error

@@ -47,7 +47,8 @@ class Cache:
         try:
             return folder, self._write(folder, write, is_damaged)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # another folder would not help
+            # Another folder would not help.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EFBIG):
                 raise
             raise UserError(
                 f"The cache {self.root} cannot be written ({error.strerror or error}): "

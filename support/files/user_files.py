@@ -13,7 +13,7 @@ from typing import Any
 from support.errors import UserError, first_line, remember_secrets
 
 MOST_NESTED = 100  # levels of a JSON or YAML value
-TOO_DEEP = f"is nested in more than {MOST_NESTED} levels"
+TOO_DEEP = f"it is nested in more than {MOST_NESTED} levels"
 
 
 def printable(text: str) -> str:
@@ -97,7 +97,7 @@ def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"has the key {shown(twice)} twice")
+        raise ValueError(f"the key {shown(twice)} occurs twice")
     return found
 
 
@@ -117,9 +117,9 @@ def read_json(flag: str, path: str, unique_keys: bool = False) -> dict:
     except json.JSONDecodeError as error:
         raise UserError(f"{flag} {shown(path)} is not JSON: {error}.") from error
     except RecursionError as error:
-        raise UserError(f"{flag} {shown(path)} {TOO_DEEP}.") from error
+        raise UserError(f"{flag} {shown(path)}: {TOO_DEEP}.") from error
     except ValueError as error:
-        raise UserError(f"{flag} {shown(path)} {error}.") from error
+        raise UserError(f"{flag} {shown(path)}: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
     remember_secrets(value)

@@ -2,6 +2,7 @@
 
 run              a run from its output folder to the exported model: results.json, metrics.jsonl
 results          the output folder, the content of results.json, and the lines that show it
+results_types    checks the types in a results.json that is read
 metrics_file     reads and writes metrics.jsonl, and draws loss.png
 step_meter       measures a step: time by phase, memory, traffic
 memory_profile   the lines of --profile_memory

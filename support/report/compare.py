@@ -20,6 +20,7 @@ from support.files import atomic
 from support.files.user_files import shown
 from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
+from support.report.results_types import wrong_key
 from support.tables import STRATEGIES
 from support.units import PHASES
 
@@ -155,8 +156,14 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def read_folder(path: Path) -> RecordedRun:
-    """Read the output folder of a run, which has failed if its files have no numbers."""
+    """Read the output folder of a run, which has failed if its files have no numbers.
+
+    Raises:
+        UserError: a value in results.json has another type.
+    """
     run = RecordedRun(path, [], _read_json(path / "results.json"))
+    if key := wrong_key(run.results):
+        raise UserError(f"{shown(path / 'results.json')} is damaged: the type of {key}.")
     with contextlib.suppress(OSError):
         run.records, run.unreadable = read_metrics(path / "metrics.jsonl")
     run.status, run.reason = _status(path, run.results)

@@ -74,8 +74,8 @@ def test_values_of_the_file_are_used(read, content, flags, values):
     [
         ('{"zero_optimization" {"stage": 2}}', [], "ds.json: .*line 1 column 22"),
         ('{"steps_per_print": 1, "steps_per_print": 1}', [], "steps_per_print"),
-        ('{"a": ' + "[" * 300 + "]" * 300 + "}", [], "ds.json: is nested"),
-        ('{"a": ' + "[" * 99999 + "]" * 99999 + "}", [], "ds.json is nested"),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", [], "ds.json: it is nested"),
+        ('{"a": ' + "[" * 99999 + "]" * 99999 + "}", [], "ds.json: it is nested"),
         (zero(4), [], "stage 4 is not 1, 2 or 3"),
         (zero(True), [], "stage True is not 1, 2 or 3"),
         ({"scheduler": {"type": ["WarmupLR"]}}, [], "leave the scheduler"),

@@ -22,6 +22,9 @@ ERRORS = [
     ("RuntimeError: TCPStore: connect() failed: Connection refused", "NCCL_SOCKET_IFNAME"),
     ("RuntimeError: CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
     ("MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)", "CUDA_HOME"),
+    ("RuntimeError: can't start new thread", "ulimit -u"),
+    ("OSError: [Errno 27] File too large: 'train.bin'", "ulimit -f"),
+    ("SafetensorError: Error while serializing: I/O error: File too large (os error 27)", "ulimit"),
     ("PermissionError: [Errno 13] Permission denied: 'results.json'", "chmod"),
     ("OSError: [Errno 122] Disk quota exceeded: 'file'", "quota -s"),
     ("ModuleNotFoundError: No module named 'deepspeed'", "pip install deepspeed"),
@@ -141,3 +144,9 @@ def test_secrets_of_a_configuration_are_hidden_everywhere(monkeypatch):
 def test_a_signature_is_compared_without_secrets(monkeypatch, saved, current, same):
     monkeypatch.setenv("GH_PAT", "the-canary")
     assert same_redacted(saved, current) == same
+
+
+def test_out_of_memory_names_the_limit_of_the_shell(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (3 << 30, 3 << 30))
+    shown = explain(MemoryError())
+    assert "`ulimit -v` limits each process to 3.0 GB" in str(shown) and shown.exit_code == 3

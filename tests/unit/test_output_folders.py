@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.checkpoints.saving import PieceWriter
+from support.cli.checks import check_output_dir
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 from support.files import safetensors_writer as writer
@@ -168,3 +169,15 @@ def test_a_model_whose_weights_may_not_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors .*permission denied.*chmod"):
         check_model_path(parse_arguments(["--model", str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    "name", ["results.json", "metrics.jsonl", "ds_config.json", ".lock", "checkpoints"]
+)
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_a_run_whose_files_are_of_another_kind_is_refused(tmp_path, name, flag):
+    path = tmp_path / name
+    path.write_text("") if name == "checkpoints" else path.mkdir()
+    with pytest.raises(UserError, match=name):
+        check_output_dir(parse_arguments(["--output_dir", str(tmp_path), flag]))
+    assert os.listdir(tmp_path) == [name]

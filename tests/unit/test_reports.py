@@ -471,3 +471,22 @@ def test_missing_and_truncated_files(tmp_path):
 def test_the_page_of_a_run_that_failed_says_why(tmp_path):
     page, _ = page_of(save(tmp_path, {"status": "oom", "reason": "no memory left"}, []))
     assert "no memory left" in page and "metrics.jsonl has no step" in page
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": "many"},
+        {"flags": [1]},
+        {"communication_per_step": {"all_reduce float32": 7}},
+        {"step_phases_seconds": {"forward": "x"}},
+        {"memory": {"categories_bytes_by_rank": [7]}},
+        {"run_signature": {"soft": [1]}},
+        {"status": 7},
+    ],
+)
+def test_results_of_another_type_are_refused(tmp_path, change):
+    folder = save(tmp_path, SHOWN | change, steps())
+    for read in (page_of, read_run):
+        with pytest.raises(UserError, match=f"results.json.* {next(iter(change))}"):
+            read(folder)

@@ -1,0 +1,71 @@
+"""Checks of the types in JSON files that a run wrote, and that anybody may have changed since."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Check = Callable[[Any], bool]  # of a value of JSON
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is an integer from 0 on, with at most 63 bits."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is a text."""
+    return isinstance(value, str)
+
+
+def is_switch(value: Any) -> bool:
+    """Return whether a value is true or false."""
+    return isinstance(value, bool)
+
+
+def anything(value: Any) -> bool:
+    """Accept every value."""
+    return True
+
+
+def either(*checks: Check) -> Check:
+    """Return a check for values that pass one of several checks."""
+    return lambda value: any(check(value) for check in checks)
+
+
+def optional(check: Check) -> Check:
+    """Return a check for null, and for values that pass `check`."""
+    return lambda value: value is None or check(value)
+
+
+def list_of(check: Check) -> Check:
+    """Return a check for lists of such values."""
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def dict_of(check: Check) -> Check:
+    """Return a check for dictionaries with such values under any keys."""
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def record(required: dict[str, Check], **more: Check) -> Check:
+    """Return a check for dictionaries with these keys; those of `more` and unknown ones may lack.
+
+    Args:
+        required: the check of the value of each key that must be present.
+        more: the same for keys that may be missing.
+    """
+
+    def check(value: Any) -> bool:
+        checks = {**required, **more}
+        return (
+            isinstance(value, dict)
+            and required.keys() <= value.keys()
+            and all(checks[key](value[key]) for key in checks.keys() & value.keys())
+        )
+
+    return check
