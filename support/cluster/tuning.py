@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ def tune_process(args: Arguments, launch: Launch) -> None:
     A variable that the user has set keeps its value.
 
     Args:
-        args: --deterministic, --verbose, --quiet.
+        args: --compile, --deterministic, --verbose, --quiet.
     """
     env = os.environ
     if "OMP_NUM_THREADS" not in env or is_launchers_default(launch.launcher):
@@ -60,6 +61,9 @@ def tune_process(args: Arguments, launch: Launch) -> None:
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     prefer_own_ninja()
     defaults = {"TOKENIZERS_PARALLELISM": "true", "KINETO_LOG_LEVEL": "99"}  # logs start and end
+    if not args.compile:
+        # torch creates this folder when it is imported, by default an empty one in TMPDIR.
+        defaults["TORCHINDUCTOR_CACHE_DIR"] = tempfile.gettempdir()
     if args.deterministic:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it
     if not args.verbose:

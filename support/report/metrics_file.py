@@ -9,6 +9,7 @@ from pathlib import Path
 from support import console
 from support.errors import first_line
 from support.files.atomic import only_finite, write_atomically, write_text
+from support.files.cache import use_writable_matplotlib_folder
 
 FILE = "metrics.jsonl"
 MOST_LINES = 5  # that a message names
@@ -82,6 +83,7 @@ class MetricsFile:
 
 def why_no_figure() -> str:
     """Return why no figure can be drawn, and the remedy; "" if matplotlib can be imported."""
+    use_writable_matplotlib_folder()
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
     try:
         import matplotlib.figure  # noqa: F401  # takes a second

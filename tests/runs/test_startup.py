@@ -40,12 +40,16 @@ def test_without_the_packages_one_line_names_the_environment(program):
     assert "source .venv/bin/activate" in done.stderr
 
 
-def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path):
+def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path, monkeypatch):
+    """And leaves nothing in the temporary folder, where torch would create one for compiled code."""
     text = tmp_path / "text.txt"
     text.write_text("A short text about nothing. " * 200)
     flags = [*ONE_STEP, "--dataset", text, "--cache_dir", tmp_path / "cache"]
     script(*flags, "--prefetch")  # the tokens are cached now
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     code, modules = imported_by(SCRIPT, *flags, "--output_dir", tmp_path / "out")
+    assert not [*(tmp_path / "temporary").iterdir()]
     assert code == 0 and "transformers" in modules
     libraries = {"datasets", "deepspeed", "peft", "matplotlib", "tensorboard", "wandb"}
     assert not modules & libraries

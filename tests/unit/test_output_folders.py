@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import tempfile
 from itertools import count
 from types import SimpleNamespace
 
@@ -22,8 +23,10 @@ from support.files.atomic import (
     finish_folder,
     lock,
     remove_leftovers,
+    remove_temporary_folders,
     start_folder,
 )
+from support.files.cache import use_writable_matplotlib_folder
 from support.report.results import hosts_that_do_not_share, settle_without_shared_disk
 from support.startup import check_model_path
 
@@ -181,3 +184,18 @@ def test_a_run_whose_files_are_of_another_kind_is_refused(tmp_path, name, flag):
     with pytest.raises(UserError, match=name):
         check_output_dir(parse_arguments(["--output_dir", str(tmp_path), flag]))
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_matplotlib_gets_a_folder_that_the_run_removes(tmp_path, monkeypatch, writable):
+    """A file in the place of the home folder stands in for one that is not writable."""
+    (tmp_path / "home").mkdir() if writable else (tmp_path / "home").touch()
+    for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    use_writable_matplotlib_folder()
+    folder = os.environ.pop("MPLCONFIGDIR", None)
+    assert (folder is None) == writable
+    remove_temporary_folders()
+    assert os.listdir(tmp_path) == ["home"]
