@@ -157,7 +157,7 @@ def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
     if comparison.on_gpu:
         unit, text, name = (GB, "{:,.2f}", "GPU\npeak\nGB")
     memory = ((name, "memory_bytes", text, unit), ("plan", "planned_bytes", text, unit))
-    results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:6]))
+    results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:5]))
     for cells, run in zip(results, comparison.runs, strict=True):
         cells.insert(1, run.status.replace("_", " "))
     tables: list[Table] = [(results, [headers[0], "status", *headers[1:]])]
