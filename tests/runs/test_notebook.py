@@ -35,7 +35,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     NotebookClient(notebook, timeout=300, resources=resources).execute()
     printed = ["".join(o.get("text", "") for o in c.get("outputs", ())) for c in notebook.cells]
     text = "".join(printed)
-    assert "zero2" in text and "Training Complete" in text and "Same model" in text
+    assert "zero2" in text and "Training Complete" in text and "Equal losses" in text
     images = [o for c in notebook.cells for o in c.get("outputs", ()) if "data" in o]
     assert sum("image/png" in o["data"] for o in images) == 2  # the curve and the comparison
     results = json.loads((project / "runs" / "notebook" / "results.json").read_text())
