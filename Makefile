@@ -43,7 +43,7 @@ ifeq ($(GPU_VENDOR)$(TORCH),amd)
 	@echo 'An AMD GPU was found: choose the build of torch. For ROCm, with the version that is installed here:' >&2
 	@echo '  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/rocm6.4 make setup TORCH="torch==2.8.0+rocm6.4"' >&2
 	@echo 'To train on the CPU:' >&2
-	@echo '  make setup TORCH="$(TORCH_PIN)"' >&2
+	@echo '  export CUDA_VISIBLE_DEVICES=-1; make setup TORCH="$(TORCH_PIN)"' >&2
 	@exit 1
 endif
 	@echo "== Setting up $(VENV) (a few minutes the first time)"
