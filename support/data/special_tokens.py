@@ -1,6 +1,6 @@
 """Special tokens: those that begin a text or separate documents, and those that end an answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -34,16 +34,19 @@ def document_start(tokenizer: Any, is_first: bool) -> list[int]:
     return start if is_first or end is None or start[:1] == [end] else [end, *start]
 
 
-def end_finder(tokenizer: Any) -> Callable[[np.ndarray], int]:
+def end_finder(tokenizer: Any, ends_of_turns: Iterable[str]) -> Callable[[np.ndarray], int]:
     """Return a function from the stored ids of an example to where its first answer ends.
 
     It returns the number of tokens up to the first trained token that ends an answer, and includes
     it; 0 if no answer ends with such a token, so that a model trained on it would not stop. An
     answer is a series of trained tokens. Its last one, apart from white space, must be the
-    end-of-text token or a token that was added to the vocabulary, such as <|im_end|>: special
-    tokens are, and so are those of a generation configuration that differ from the tokenizer's.
+    end-of-text token, a special token such as <|im_end|> (those at which a generation configuration
+    stops are special), or one of `ends_of_turns`. Other tokens that were added to the vocabulary
+    may be a part of answers: Gemma's has line breaks and HTML.
     """
-    ends = {tokenizer.eos_token_id, *tokenizer.get_added_vocab().values()}
+    added = tokenizer.added_tokens_decoder.items()
+    ends = {tokenizer.eos_token_id, *(number for number, token in added if token.special)}
+    ends |= set(tokenizer.convert_tokens_to_ids(list(ends_of_turns)))
 
     @cache
     def not_end_but_blank(token: int) -> bool:

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ class Stream:
         # The thread has a copy, because rank 0 may save the original at the same time.
         self.documents = tokenize.DocumentTokenizer(copy.deepcopy(tokenizer))
         self.encoder = Encoder(self.documents.tokenizer)
-        self.end_of_answer, self.ends = end_finder(tokenizer), dict(NO_ENDS)
+        self.ends = dict(NO_ENDS)
         # The ids before the first document, and before each later one.
         self.first, self.later = (document_start(tokenizer, is_first) for is_first in (True, False))
         self.num_slots = global_batch(args, ctx.world_size)
@@ -183,6 +183,11 @@ class Stream:
             console.warn(f"Left out: {row}")
 
     # ------------------------------------------------------------- in the thread that reads ahead
+
+    @functools.cached_property
+    def _end_of_answer(self) -> Callable[[np.ndarray], int]:
+        ends = self.encoder.ends_of_turns if self.kinds["kind"] == "chat" else ()
+        return end_finder(self.documents.tokenizer, ends)
 
     def _read_steps(self) -> Iterator[batches.StepBatch]:
         while True:
@@ -331,7 +336,7 @@ class Stream:
             if not (ids[1:] >= 0).any():  # no target remains
                 ids, flaw = None, "skipped"
             else:
-                end = self.end_of_answer(encoded)
+                end = self._end_of_answer(encoded)
                 self.ends["trained"] += 0 < end <= len(ids)
                 self.ends["cut"] += end > len(ids)
                 self.ends["examples"] += 1

@@ -199,10 +199,12 @@ def _write_split(
     usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
     has_examples = facts["kind"] in ("chat", "pair")
     if has_examples:
+        from support.data.chat import Encoder
         from support.data.examples import encode_examples
 
         dtype, encoded = "int32", encode_examples(usable, tokenizer, digest, refuse)
-        end_of_answer = end_finder(tokenizer)
+        is_chat = facts["kind"] == "chat"
+        end_of_answer = end_finder(tokenizer, Encoder(tokenizer).ends_of_turns if is_chat else ())
     else:
         # Not len(tokenizer): the ids of some vocabularies have gaps.
         largest = max(tokenizer.get_vocab().values(), default=0)

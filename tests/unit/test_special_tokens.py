@@ -44,6 +44,7 @@ TEMPLATES = {
     "in the block": (in_block(EOS), None),
     "in the block, with a line break behind": (in_block(EOS + "\n"), None),
     "in the block, with a line break before": (in_block("\n" + EOS), None),
+    "an added token that is not special": (answers(end="<|eot|>\n"), None),
     "another special token": (answers(end="<|im_end|>\n"), None),
     "after a line break": (answers(end="\n" + EOS), "line break"),
     "after line breaks": (answers(end=" \n\n<|im_end|>\n"), "line break"),
@@ -68,6 +69,9 @@ ANSWERS = [f"jumps {n} " * (1 + n % 2) + "dogs" for n in range(6)]
 def chat_tokenizer(template):
     tokenizer = tokenizer_of("gpt2")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.add_tokens(
+        ["<|eot|>", "</b>", "\n\n"]
+    )  # as Gemma's tokenizer has HTML and line breaks
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.chat_template = template
     return tokenizer
@@ -119,6 +123,15 @@ def test_the_end_token_after_a_line_break_is_trained_and_the_next_turn_is_not(tm
         ids = ids_of(tokenized(file, tokenizer, tmp_path))
         wanted = [answer + trained for answer in ANSWERS for _ in range(2)]
         assert tokenizer.decode(ids[ids >= 0]) == "".join(wanted)
+
+
+def test_tokens_of_an_answer_that_were_added_to_the_vocabulary_are_no_end(tmp_path):
+    rows = [("user", "a fox?"), ("assistant", "the <b>dog</b>")]
+    messages = [{"role": role, "content": content} for role, content in rows]
+    file = as_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
+    for end, count in (("\n\n", 0), ("", 0), ("<|eot|>", 1)):
+        tokenizer = chat_tokenizer(answers(end=end))
+        assert tokenized(file, tokenizer, tmp_path)["splits"]["train"]["ended"] == count
 
 
 def test_answers_that_are_cut_before_their_end(tmp_path, capsys):
