@@ -40,14 +40,8 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
     Returns:
         The arguments, which cannot be changed, and this process's place in the run.
     """
-    process.protect_output()
-    if process.RESTARTED in os.environ:
-        restart.handle_signals()
-    else:
-        process.catch_signals(process.ALSO_IF_IGNORED, launching.stopped_before_start)
     verbose = "--verbose" in argv
-    # For errors while libraries are imported: a broken installation, or too little memory.
-    sys.excepthook = lambda _kind, error, _traceback: exit_before_start(error, verbose)
+    prepare_for_failures(verbose)
     try:
         if not os.path.isdir(os.curdir):
             raise UserError("The current folder was removed: change to another one.")
@@ -58,11 +52,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             args = restart.continue_restarted(args)
         console.configure(launch.rank, args.quiet, args.verbose)
         if args.print_config:
-            from support.cli.run_file import as_yaml
-
-            print(redact(as_yaml(args)), end="")
-            process.check_output()
-            sys.exit(EXIT_COMPLETED)
+            print_config(args)
         for flag in ("prove", "prefetch"):
             if getattr(args, flag) and launch.world_size > 1:
                 raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
@@ -92,6 +82,26 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
     # The imports that follow create 2 million objects and no garbage: a sixth less CPU time.
     gc.disable()
     return args, launch
+
+
+def prepare_for_failures(verbose: bool) -> None:
+    """Protect the output, and handle stop signals and errors while libraries are imported."""
+    process.protect_output()
+    if process.RESTARTED in os.environ:
+        restart.handle_signals()
+    else:
+        process.catch_signals(process.ALSO_IF_IGNORED, launching.stopped_before_start)
+    # A broken installation, or too little memory.
+    sys.excepthook = lambda _kind, error, _traceback: exit_before_start(error, verbose)
+
+
+def print_config(args: Arguments) -> NoReturn:
+    """Print the flags as a run file, and exit."""
+    from support.cli.run_file import as_yaml
+
+    print(redact(as_yaml(args)), end="")
+    process.check_output()
+    sys.exit(EXIT_COMPLETED)
 
 
 def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:

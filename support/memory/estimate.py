@@ -231,21 +231,7 @@ def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
         Term("gathered matrix of a block", c * max(work.model.block()), (END,)),
     ]
     if swaps:
-        # ds_config_infinity.json: 5 buffers for parameters and 4 for the states of a sub-group,
-        # which DeepSpeed page-locks without rounding (csrc/pin_memory/deepspeed_pin_tensor.cpp);
-        # and the gradients, in one tensor that PyTorch page-locks.
-        # In backward the norm of a gradient is computed in fp64, in parts (stage3.py,
-        # _offload_grad_partition_at_boundary and _constant_buffered_norm2).
-        part = min(-(-largest_trained // n), 250_000_000)
-        terms += [
-            Term("largest gradient in fp64", 8 * part, (END,)),
-            Term("5 buffers for parameters", c * 5 * (largest // n + 4096), HOST),
-            Term("4 buffers for states", 4 * 4 * sub_group, HOST),
-            Term("gradients", _page_locked(work, [c * trained]), HOST),
-            Term("fp32 weights, moments", masters_and_states, NVME),
-            Term("fp32 gradients", 4 * trained, NVME),
-            Term("parameters", c * shards, NVME),
-        ]
+        terms += _offloaded_to_nvme(work, c * shards, masters_and_states)
     else:
         # The norm of one gradient in fp64, or the fp32 copies of a sub-group.
         copies = max(8 * largest_trained // n, (4 + (c if c < 4 else 0)) * sub_group)
@@ -256,6 +242,33 @@ def _stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
             Term("optimizer's temporaries", _temporaries(work) * sub_group, (UPDATE,)),
         ]
     return terms, c * (2 * total + sum(work.trained)) * work.accumulation
+
+
+def _offloaded_to_nvme(work: Workload, parameters: int, masters_and_states: int) -> list[Term]:
+    """Return what infinity adds to stage 3.
+
+    Args:
+        parameters: bytes of this rank's shards.
+        masters_and_states: bytes of their fp32 copies and of the optimizer states.
+    """
+    c, n, largest, largest_trained = work.item, work.world_size, max(work.sizes), max(work.trained)
+    trained, total = _parts(work.trained, n), sum(work.sizes)
+    sub_group = min(trained, bucket_sizes(work.model.hidden, total, False)["sub_group_size"])
+    # In backward the norm of a gradient is computed in fp64, in parts (stage3.py,
+    # _offload_grad_partition_at_boundary and _constant_buffered_norm2).
+    part = min(-(-largest_trained // n), 250_000_000)
+    # ds_config_infinity.json: 5 buffers for parameters and 4 for the states of a sub-group, which
+    # DeepSpeed page-locks without rounding (csrc/pin_memory/deepspeed_pin_tensor.cpp); and the
+    # gradients, in one tensor that PyTorch page-locks.
+    return [
+        Term("largest gradient in fp64", 8 * part, (END,)),
+        Term("5 buffers for parameters", c * 5 * (largest // n + 4096), HOST),
+        Term("4 buffers for states", 4 * 4 * sub_group, HOST),
+        Term("gradients", _page_locked(work, [c * trained]), HOST),
+        Term("fp32 weights, moments", masters_and_states, NVME),
+        Term("fp32 gradients", 4 * trained, NVME),
+        Term("parameters", parameters, NVME),
+    ]
 
 
 def _fsdp(work: Workload, strategy: str) -> tuple[list[Term], int]:
