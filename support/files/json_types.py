@@ -2,32 +2,33 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
-Check = Callable[[Any], bool]  # of a value of JSON
+Check = Callable[[object], bool]  # of a value of JSON
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """Return whether a value is an integer from 0 on, with at most 63 bits."""
-    return type(value) is int and 0 <= value < 1 << 63
+    return isinstance(value, int) and not is_switch(value) and 0 <= value < 1 << 63
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value is a finite number."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if is_switch(value) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Return whether a value is a text."""
     return isinstance(value, str)
 
 
-def is_switch(value: Any) -> bool:
+def is_switch(value: object) -> bool:
     """Return whether a value is true or false."""
     return isinstance(value, bool)
 
 
-def anything(value: Any) -> bool:
+def anything(value: object) -> bool:
     """Accept every value."""
     return True
 
@@ -60,7 +61,7 @@ def record(required: dict[str, Check], **more: Check) -> Check:
         more: the same for keys that may be missing.
     """
 
-    def check(value: Any) -> bool:
+    def check(value: object) -> bool:
         checks = {**required, **more}
         return (
             isinstance(value, dict)
