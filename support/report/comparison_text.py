@@ -259,7 +259,7 @@ def difference_of(run: RecordedRun, reference: RecordedRun) -> str:
         f"{largest.last}."
     )
     if first.of == "grad_norm":
-        text += " The losses agree."
+        text += " The training losses agree."
     elif norm and norm.last <= first.last:
         text += f" The gradient norms differ from step {_values(norm)}."
     if run.causes:

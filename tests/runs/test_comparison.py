@@ -175,6 +175,26 @@ def test_the_control_shows_what_the_comparison_can_see(all_seven, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_short_comparison_without_matplotlib(tmp_path, compare):
+    """It has the tables and no pictures. By default it accumulates, and it is too short for its
+    control.
+    """
+    broken = tmp_path / "broken" / "matplotlib" / "__init__.py"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("raise ImportError('planted')")
+    python = {"PYTHON": sys.executable, "PYTHONPATH": tmp_path / "broken"}
+    args = ["--seq_length", "16", "--max_steps", "1"]
+    code, out, found = compare(tmp_path, *args, STRATEGIES="dp zero2", **python)
+    assert code == 0, out
+    work = found["work"]
+    assert (work["batch_size"], work["gradient_accumulation_steps"]) == (1, 4)
+    assert found["same_model"] and found["conclusive"] is False and "✅ Same model" not in out
+    assert by_strategy(found)["zero2"]["norm_difference"] < 1e-2
+    assert out.count("pip install matplotlib") == 1 and "Traceback" not in out
+    assert not [*tmp_path.glob("*.png")] and (tmp_path / "comparison_results_tiny-gpt2.md").exists()
+
+
+@pytest.mark.slow
 def test_resume_does_only_what_is_missing(all_seven, compare):
     folder, _, before = all_seven
     runs = folder / "comparison_runs" / MODEL

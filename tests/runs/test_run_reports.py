@@ -102,4 +102,4 @@ def test_page_of_a_comparison(runs, report, tmp_path):
     code, out, err = report("report.py", tmp_path / "runs", "--out", tmp_path / "page.html")
     assert code == 0, out + err
     page = (tmp_path / "page.html").read_text()
-    assert "zero2" in page and page.count("<svg") == 3
+    assert "zero2" in page and page.count("<svg") == 4
