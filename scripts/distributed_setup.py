@@ -139,7 +139,8 @@ def main() -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output.resolve(), text)
         if args.command in ("launcher", "slurm"):
-            args.output.chmod(0o755)
+            mode = args.output.stat().st_mode
+            args.output.chmod(mode | (mode & 0o444) >> 2)  # who may read it may execute it
     except OSError as error:
         raise TrainingError(f"{args.output} cannot be written: {error.strerror}.") from error
     print(f"📁 {args.output}\n{following}")

@@ -157,7 +157,7 @@ HIDDEN = "***"
 # underscores between its words.
 SECRET_NAME = re.compile(
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|CONNECTION_STRING|WEBHOOK|"
-    r"(?<![^_])(KEY|PAT|PASS|SSHPASS|CREDS?|AUTH|AUTHORIZATION|SIG|SIGNATURE)(?![^_])|_PWD(?![^_])"
+    r"(?<![^_])(KEY|PAT|PASS|SSHPASS|CREDS?|JWT|AUTH|AUTHORIZATION|SIG|SIGNATURE)(?![^_])|_PWD(?![^_])"
 )
 # Of these the values are no secrets: HF_TOKEN_PATH, SSH_AUTH_SOCK, key_padding, eos_token.
 HARMLESS_NAME = re.compile(
@@ -169,7 +169,7 @@ NUMBER = re.compile(r"[-+.,_\d]+")
 # https://user:password@host
 IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE)
 URL_PARAMETER = re.compile(r"([?&])([\w.%-]+)=([^&#\s'\"<>]+)")
-KNOWN_FORMS = re.compile(r"\b(hf_|ghp_|gho_|ghs_|github_pat_|glpat-)[A-Za-z0-9_-]{20,}")
+KNOWN_FORMS = re.compile(r"\b(hf_|ghp_|gho_|ghs_|github_pat_)[A-Za-z0-9]{20,}")
 
 _found_in_files: set[str] = set()  # secrets of configuration files, see `remember_secrets`
 

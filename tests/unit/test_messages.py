@@ -84,6 +84,7 @@ REDACTED = {
     "https://host/a?X-Amz-Signature=canary": "https://host/a?X-Amz-Signature=***",
     "https://host/a?max_tokens=12&key_padding=1": "https://host/a?max_tokens=12&key_padding=1",
     "ghp_CANARYcanaryCANARYcanary": "***",
+    "hf_models_of_the_first_experiment": "hf_models_of_the_first_experiment",
     "step 12345678 of gpt2, true": "step 12345678 of gpt2, true",
 }
 SECRET = """
