@@ -327,7 +327,7 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"File too large|os error 27\)",
         TrainingError,
-        "The file {where} would exceed the largest size that is allowed: run `ulimit -f unlimited` "
+        "A file would exceed the largest size that is allowed ({said}): run `ulimit -f unlimited` "
         "before the run, or use another file system. Complete checkpoints are unchanged.",
     ),
     (
