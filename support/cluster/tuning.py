@@ -64,6 +64,9 @@ def tune_process(args: Arguments, launch: Launch) -> None:
     if not args.compile:
         # torch creates this folder when it is imported, by default an empty one in TMPDIR.
         defaults["TORCHINDUCTOR_CACHE_DIR"] = tempfile.gettempdir()
+    # DeepSpeed 0.19.0 to 0.19.4 call nvcc when they are imported on a machine with a GPU, for ops
+    # that only inference uses, and fail without nvcc. 0.19.5 prints a warning for each op.
+    defaults["DS_IGNORE_CUDA_DETECTION"] = "1"
     if args.deterministic:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it
     if not args.verbose:
