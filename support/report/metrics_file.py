@@ -40,9 +40,11 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
 
 def unreadable_lines(path: Path, numbers: list[int]) -> str:
     """Return the message about the lines of metrics.jsonl that cannot be read."""
+    if len(numbers) == 1:
+        return f"{path}: line {numbers[0]} cannot be read and is left out."
     lines = ", ".join(map(str, numbers[:MOST_LINES]))
     more = f" and {len(numbers) - MOST_LINES} more" if len(numbers) > MOST_LINES else ""
-    return f"{path}: line {lines}{more} cannot be read and is left out."
+    return f"{path}: lines {lines}{more} cannot be read and are left out."
 
 
 class MetricsFile:
@@ -59,7 +61,7 @@ class MetricsFile:
         """
         records, unreadable = read_metrics(self.path) if self.path.is_file() else ([], [])
         if unreadable:
-            console.warn(f"{unreadable_lines(self.path, unreadable)} The new file lacks it.")
+            console.warn(unreadable_lines(self.path, unreadable))
         # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
         # run repeats the evaluation of the checkpoint's own step.
         kept = [r for r in records if r["step"] < step or (r["step"] == step and "loss" in r)]
