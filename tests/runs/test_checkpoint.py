@@ -199,7 +199,7 @@ def test_a_signal_to_one_rank_during_an_evaluation(script, tmp_path):
     """Before the first step, when there is nothing to save."""
     work = [*ON_TWO, *"--eval_first --eval_samples 2000 --max_steps 3 --output_dir".split()]
     process = start([*launcher_command("torchrun", 2), SCRIPT, *work, tmp_path / "stopped"])
-    reached(process, "Dataset ready")
+    reached(process, "Starting Training")
     time.sleep(0.5)
     ranks_of(process)[1].send_signal(signal.SIGUSR1)
     finish(process, 40)
