@@ -131,7 +131,7 @@ def from_folder(
         raise UserError(
             f"The weights in {folder} cannot be loaded (--model): {first_line(error)}"
         ) from error
-    for mismatch in info["mismatched_keys"]:
+    for mismatch in sorted(info["mismatched_keys"]):
         # transformers 4 returns names only, and version 5 names and shapes.
         name, saved, *_ = (mismatch, "another") if isinstance(mismatch, str) else mismatch
         raise UserError(
@@ -150,13 +150,15 @@ def report_differences(folder: str, model: nn.Module, info: dict) -> None:
         model: as loaded from the folder, without adapters.
         info: what `from_folder` returns about the loading.
     Raises:
-        UserError: the files have none of the model's weights.
+        UserError: the files lack more than half of the weights.
     """
     missing, ignored = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    if not {name for name, _ in model.named_parameters()} - {*missing}:
+    if 2 * len(missing) > (count := len(list(model.parameters()))):
+        others = f", but {', '.join(ignored[:3])}" if ignored else ""
         raise UserError(
-            f"{folder} has none of the model's weights, but {', '.join(ignored[:3])}: its "
-            "config.json is of another model."
+            f"{folder} lacks {len(missing)} of the {count} model weights, {missing[0]} among "
+            f"them{others}: take config.json and weights from the same model, or use "
+            "--from_scratch."
         )
     if missing:
         console.warn(

@@ -109,7 +109,7 @@ DAMAGED = {
     "a size of 0": (lambda f: change_config(f, hidden_size=0), "config.json"),
     "unknown activation": (lambda f: change_config(f, hidden_act="x"), "config.json"),
     "small vocabulary": (lambda f: change_config(f, vocab_size=9), "config.json.*lm_head"),
-    "weights of another model": (lambda f: change_config(f, **GPT2), "none of the model's weights"),
+    "weights of another model": (lambda f: change_config(f, **GPT2), "lacks .* config.json"),
     "generation": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config"),
     "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),
     "tokenizer without entries": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer"),
