@@ -22,6 +22,7 @@ from support.files.json_types import (
     record,
 )
 from support.files.user_files import shown
+from support.files.weight_files import stays_inside
 
 READER = record({}, **dict.fromkeys(("row", "pass", "first", "part"), is_count))
 LANE = record(
@@ -73,8 +74,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
         if (key in REQUIRED or key in manifest) and not check(manifest[key]):
             raise ValueError(f"the type of {key}")
     for name in {piece["file"] for piece in manifest["pieces"]} | manifest["files"].keys():
-        inside = not {"", ".", ".."} & {*name.split("/")} and not {"\\", "\0"} & {*name}
-        if name not in manifest["files"] or not inside:
+        if name not in manifest["files"] or not stays_inside(name):
             raise ValueError(f"the name {shown(name)}")
     _check_pieces(manifest["pieces"], manifest["shapes"])
 

@@ -47,11 +47,13 @@ class SavedTensor:
 
 
 def stays_inside(name: object) -> bool:
-    """Return whether a name from an index is a path in the index's own folder.
+    """Return whether a name from an index or a manifest is a path in the folder of that file.
 
     The file may be a symbolic link to another place, as in the cache of the hub.
     """
-    return isinstance(name, str) and "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
+    if not isinstance(name, str) or {"\\", "\0"} & {*name}:
+        return False
+    return not {"", ".", ".."} & {*name.split("/")}
 
 
 def weight_files(folder: Path, named: str | None = None) -> list[Path]:
