@@ -22,7 +22,9 @@ from support.strategies import ops
 from support.tables import Strategy
 from support.units import GB
 
-OLDEST_INFINITY_ON_CPU = Version("0.19.4")  # of DeepSpeed
+# Releases of DeepSpeed.
+OLDEST_INFINITY_ON_CPU = Version("0.19.4")
+OLDEST_WITHOUT_NVCC = Version("0.19.0")
 CAP_IPC_LOCK = 14  # of linux/capability.h
 NVME_PREFIX = "distributed_training_nvme_"  # of the names of folders with infinity's files
 
@@ -99,6 +101,8 @@ def check_requirements(args: Arguments) -> None:
     check_release(strategy, args.gradient_accumulation_steps, on_cpu)
     if on_cpu:
         check_cpu_support(strategy)
+    else:
+        check_gpu_support(strategy)
     missing = ops.missing_ops(strategy)
     check_builds(missing)
     if "async_io" in missing:
@@ -147,6 +151,27 @@ def check_cpu_support(strategy: Strategy) -> None:
         raise MissingRequirement(
             f"--strategy infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer: "
             "pip install --upgrade 'deepspeed<0.20', or use offload."
+        )
+
+
+def check_gpu_support(strategy: Strategy) -> None:
+    """Check that the installed DeepSpeed can be imported on a machine with an NVIDIA GPU.
+
+    Before 0.19 it calls nvcc when it is imported, for ops that only inference uses
+    (deepspeedai/DeepSpeed, issue 7452).
+
+    Raises:
+        MissingRequirement: the release is older, and there is no nvcc.
+    """
+    release = deepspeed_release() if strategy.uses_deepspeed else None
+    if release is None or release >= OLDEST_WITHOUT_NVCC or torch.version.cuda is None:
+        return
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
+        raise MissingRequirement(
+            f"DeepSpeed {release} cannot be imported on a machine with a GPU and without nvcc: "
+            "pip install --upgrade 'deepspeed>=0.19,<0.20', or module load cuda on a cluster."
         )
 
 

@@ -199,6 +199,27 @@ def test_old_releases_are_refused_on_a_cpu(monkeypatch):
     check(STRATEGIES["offload"])
 
 
+def test_old_deepspeed_needs_nvcc_on_a_gpu(monkeypatch, tmp_path):
+    """It calls nvcc when it is imported; ROCm's builds of torch have none."""
+    check, toolkit = requirements_of_strategy.check_gpu_support, tmp_path / "bin" / "nvcc"
+    monkeypatch.setattr("torch.version.cuda", "12.6")
+    pretend(monkeypatch, "0.18.6")
+    for home in (None, str(tmp_path)):
+        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
+        with pytest.raises(MissingRequirement, match=r"0\.18\.6.*nvcc"):
+            check(STRATEGIES["zero2"])
+        check(STRATEGIES["fsdp"])
+    toolkit.parent.mkdir()
+    toolkit.touch()
+    check(STRATEGIES["zero2"])
+    toolkit.unlink()
+    monkeypatch.setattr("torch.version.cuda", None)
+    check(STRATEGIES["zero2"])
+    monkeypatch.setattr("torch.version.cuda", "12.6")
+    pretend(monkeypatch, "0.19.0")
+    check(STRATEGIES["zero2"])
+
+
 OF_DEEPSPEED = {name for name, strategy in STRATEGIES.items() if strategy.uses_deepspeed}
 # The strategies that a release trains wrongly on any device, and those that fail on a CPU only.
 WRONG = {
