@@ -196,12 +196,13 @@ def _secrets() -> list[str]:
 def remember_secrets(value: object) -> None:
     """Treat the values of secret keys in a configuration as secrets wherever they are written."""
     if isinstance(value, dict):
-        texts = {text for key, text in value.items() if is_secret_name(str(key))}
-        _found_in_files.update(text for text in texts if isinstance(text, str))
-    for item in value.values() if isinstance(value, dict) else ():
-        remember_secrets(item)
-    for item in value if isinstance(value, list) else ():
-        remember_secrets(item)
+        for key, item in value.items():
+            if isinstance(item, str) and is_secret_name(str(key)):
+                _found_in_files.add(item)
+            remember_secrets(item)
+    elif isinstance(value, list):
+        for item in value:
+            remember_secrets(item)
 
 
 def _redact_parameter(found: re.Match) -> str:

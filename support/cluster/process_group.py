@@ -4,6 +4,8 @@ The ranks meet in a key-value store (torch's TCPStore, hosted by rank 0 or by to
 not in a collective, which hangs when one rank has exited.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import re
@@ -12,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,31 @@ NOTICE_SECONDS = 10  # after which a line names the ranks that are missing
 SAME_ON_ALL = ("python", "torch", "transformers", "deepspeed", "cuda")
 
 
+class RankDevice(NamedTuple):
+    """What a rank tells rank 0 about its device when the ranks meet."""
+
+    kind: str  # "cuda" or "cpu"
+    gpu: str = ""  # UUID of its GPU: each rank may count only its own ones
+    visible: int = 0  # number of GPUs that the rank sees
+    problem: str = ""  # why the rank cannot train
+
+    @classmethod
+    def of(cls, device: torch.device) -> RankDevice:
+        """Describe the device of this rank."""
+        if device.type != "cuda":
+            return cls(device.type)
+        gpu = torch.cuda.get_device_properties(device)
+        return cls(device.type, str(gpu.uuid), torch.cuda.device_count())
+
+
+class Arrival(NamedTuple):
+    """A rank that has arrived at a meeting."""
+
+    identifier: str  # of its process
+    host: str
+    device: RankDevice
+
+
 def join(args: Arguments, launch: Launch) -> DistContext:
     """Wait until all ranks have started, watch them, and initialize the process group.
 
@@ -50,7 +77,7 @@ def join(args: Arguments, launch: Launch) -> DistContext:
     if launch.world_size > 1 and backend != "fake":
         seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
         store = connect(launch, seconds)
-        start = meet(store, launch, seconds, device.type)
+        start = meet(store, launch, seconds, RankDevice.of(device))
         own = dist.PrefixStore(start, store)
         # Another connection than the watchdog's: the calls of a connection wait for each other.
         group = dist.PrefixStore(f"{start}/group", open_store(launch, hosts_it=False))
@@ -79,7 +106,8 @@ def device_of_rank(launch: Launch, may_fail: bool) -> torch.device:
         if not launch.is_main:  # rank 0 may have ended with the same error
             with contextlib.suppress(TrainingError):
                 store = connect(launch, START_SKEW_SECONDS)
-                meet(store, launch, START_SKEW_SECONDS, "cpu", problem=str(error))
+                own = RankDevice("cpu", problem=str(error))
+                meet(store, launch, START_SKEW_SECONDS, own)
         raise
 
 
@@ -102,9 +130,7 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
 
     Raises:
         TrainingError: a rank has other code or other libraries than rank 0.
-        UserError: another rank uses this rank's GPU.
     """
-    require_own_gpu(ctx)
     if ctx.simulated:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -132,27 +158,6 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if args.compile:
         configure_compiler(args, ctx)
-
-
-def require_own_gpu(ctx: DistContext) -> None:
-    """Check that no other rank of this host uses this rank's GPU.
-
-    Ranks that see different GPUs have different indices for them, so their UUIDs are compared.
-
-    Raises:
-        UserError: another rank was the first to register the GPU.
-    """
-    if ctx.device.type != "cuda" or ctx.real_world_size == 1:
-        return
-    host, gpu = socket.gethostname(), torch.cuda.get_device_properties(ctx.device)
-    first = ctx.store.compare_set(f"gpu/{host}/{gpu.uuid}", "", str(ctx.rank)).decode()
-    if first != str(ctx.rank):
-        raise UserError(
-            f"Ranks {first} and {ctx.rank} on {host} use the same GPU: "
-            f"{ctx.launch.local_world_size} ranks were started on this node, and each sees "
-            f"{torch.cuda.device_count()} GPU(s). Start one rank per GPU (--nproc_per_node, "
-            "--num_gpus; srun: --gpus-per-node), or check CUDA_VISIBLE_DEVICES."
-        )
 
 
 def configure_compiler(args: Arguments, ctx: DistContext) -> None:
@@ -233,23 +238,23 @@ def open_store(launch: Launch, hosts_it: bool) -> dist.Store:
     return dist.TCPStore(*address, is_master=hosts_it, wait_for_workers=False, timeout=limit)
 
 
-def meet(store: dist.Store, launch: Launch, seconds: float, device: str, problem: str = "") -> str:
+def meet(store: dist.Store, launch: Launch, seconds: float, device: RankDevice) -> str:
     """Wait for all ranks, and name those that are missing or cannot train with the others.
 
     torchrun's store has the keys of earlier starts, and a process may join a start that has ended.
     Each start therefore has a name, and ends the wait of those processes only that it lists.
 
     Args:
-        device: the type of this rank's device, "cuda" or "cpu".
-        problem: why this rank cannot train.
+        device: of this rank.
     Returns:
         The name of the start, a prefix of keys.
     Raises:
         TrainingError: a rank did not arrive within `seconds`, or two processes have one rank.
-        UserError: on rank 0, if a rank has a problem, or another type of device.
+        UserError: on rank 0, if a rank has a problem, another type of device, or another rank's
+            GPU.
     """
     own, place = uuid.uuid4().hex, f"meeting/{launch.world_size}"
-    arrival = json.dumps([own, socket.gethostname(), device, problem])
+    arrival = json.dumps(Arrival(own, socket.gethostname(), device))
     deadline, start = time.monotonic() + seconds, ""
     try:
         if launch.is_main:
@@ -291,8 +296,8 @@ def _wait_for_ranks(store: dist.Store, launch: Launch, start: str, deadline: flo
     while missing := {rank for rank in missing if not store.check([f"{start}/{rank}"])}:
         absent = f"{len(missing)} of {launch.world_size} ranks have not arrived"
         if time.monotonic() > deadline:
-            found = [json.loads(store.get(f"{start}/{rank}")) for rank in {*ranks} - missing]
-            hosts = sorted({host for _, host, *_ in found})
+            found = [_arrival(store, start, rank) for rank in {*ranks} - missing]
+            hosts = sorted({arrival.host for arrival in found})
             store.set(f"{start}/joined", "null")
             raise TrainingError(
                 f"{absent} ({rank_names(missing)}). The others are on "
@@ -303,31 +308,45 @@ def _wait_for_ranks(store: dist.Store, launch: Launch, start: str, deadline: flo
             console.write(f"⏳ {absent}; missing: {rank_names(missing)}")
             notice = deadline
         time.sleep(0.05)
-    arrivals = [json.loads(store.get(f"{start}/{rank}")) for rank in ranks]
+    arrivals = [_arrival(store, start, rank) for rank in ranks]
     try:
-        _compare_devices(arrivals)
+        compare_devices(arrivals)
     except UserError:
         store.set(f"{start}/joined", "null")
         raise
-    store.set(f"{start}/joined", json.dumps([identifier for identifier, *_ in arrivals]))
+    store.set(f"{start}/joined", json.dumps([arrival.identifier for arrival in arrivals]))
 
 
-def _compare_devices(arrivals: list[tuple[str, str, str, str]]) -> None:
-    """Check that all ranks train on devices of one type.
+def _arrival(store: dist.Store, start: str, rank: int) -> Arrival:
+    identifier, host, device = json.loads(store.get(f"{start}/{rank}"))
+    return Arrival(identifier, host, RankDevice(*device))
+
+
+def compare_devices(arrivals: list[Arrival]) -> None:
+    """Check that all ranks train on devices of one type, and each on its own GPU.
 
     Args:
-        arrivals: of each rank its identifier, host, type of device, and problem or "".
+        arrivals: of each rank, in their order.
     Raises:
-        UserError: a rank has a problem or another type of device; the message names the first.
+        UserError: the message names the first rank with a problem.
     """
-    for rank, (_, host, _, problem) in enumerate(arrivals):
-        if problem:
-            raise UserError(f"Rank {rank} on {host}: {problem}")
-    _, first_host, expected, _ = arrivals[0]
-    for rank, (_, host, device, _) in enumerate(arrivals):
-        if device != expected:
+    for rank, (_, host, device) in enumerate(arrivals):
+        if device.problem:
+            raise UserError(f"Rank {rank} on {host}: {device.problem}")
+    reference, users = arrivals[0], dict[tuple[str, str], int]()
+    for rank, (_, host, device) in enumerate(arrivals):
+        if device.kind != reference.device.kind:
             raise UserError(
-                f"Rank {rank} on {host} would train on {device}, and rank 0 on {first_host} on "
-                f"{expected}: `nvidia-smi` on the host without a GPU shows what is wrong; or add "
-                "--device cpu to train on the CPUs of all hosts."
+                f"Rank {rank} on {host} would train on {device.kind}, and rank 0 on "
+                f"{reference.host} on {reference.device.kind}: `nvidia-smi` on the host without a "
+                "GPU shows what is wrong; or add --device cpu to train on the CPUs of all hosts."
+            )
+        first = users.setdefault((host, device.gpu or str(rank)), rank)
+        if first != rank:
+            count = sum(arrival.host == host for arrival in arrivals)
+            raise UserError(
+                f"Ranks {first} and {rank} on {host} use the same GPU: {count} ranks were started "
+                f"on this node, and each sees {device.visible} GPU(s). Start one rank per GPU "
+                "(--nproc_per_node, --num_gpus; srun: --gpus-per-node), or check "
+                "CUDA_VISIBLE_DEVICES."
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from support.errors import UserError, first_line, remember_secrets
+from support.errors import UserError, first_line
 
 MOST_NESTED = 100  # levels of a JSON or YAML value
 TOO_DEEP = f"it is nested in more than {MOST_NESTED} levels"
@@ -122,7 +122,6 @@ def read_json(flag: str, path: str, unique_keys: bool = False) -> dict:
         raise UserError(f"{flag} {shown(path)}: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{shown(path)} must be a JSON object, {{ … }}.")
-    remember_secrets(value)
     return value
 
 

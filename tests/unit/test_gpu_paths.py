@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from conftest import skip
-from torch.distributed import HashStore
 from transformers.integrations import sdpa_attention
 
 from support.cli.arguments import Arguments
@@ -22,7 +21,7 @@ from support.cli.parse import parse_arguments
 from support.cluster import gpus, tuning
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
-from support.cluster.process_group import require_own_gpu
+from support.cluster.process_group import Arrival, RankDevice, compare_devices
 from support.cluster.tuning import choose_device, choose_hardware, choose_precision
 from support.data.batches import copy_ahead
 from support.errors import MissingRequirement, UserError
@@ -107,7 +106,7 @@ def test_every_rank_has_its_own_gpu(monkeypatch, case):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "ones", MagicMock())
-    store, used = HashStore(), ""
+    arrivals, used = [], ""
     for rank, seen in ranks:
         monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: len(seen))
         uuid = lambda device, seen=seen: SimpleNamespace(uuid=seen[device.index])  # noqa: E731
@@ -116,9 +115,10 @@ def test_every_rank_has_its_own_gpu(monkeypatch, case):
         launch = Launch("srun", rank, rank, node=0, master_addr="n1", master_port=1, **size)
         device = choose_device(launch)
         used += seen[device.index]
-        refused = expected is None and rank == len(ranks) - 1
-        with pytest.raises(UserError, match="same GPU") if refused else nullcontext():
-            require_own_gpu(DistContext(launch, device, "nccl", store))
+        arrivals.append(Arrival(str(rank), "n1", RankDevice.of(device)))
+    with pytest.raises(UserError, match="same GPU") if expected is None else nullcontext():
+        compare_devices(arrivals)
+    compare_devices([a._replace(host=f"n{rank}") for rank, a in enumerate(arrivals)])
     assert expected in (used, None)
 
 

@@ -138,7 +138,7 @@ def test_missing_ranks_are_named(monkeypatch, capsys):
 
     def meet(rank: int) -> BaseException | None:
         launch = Launch("torchrun", rank, rank, 4, 4, 0, "a", 29500)
-        return process_group.meet(store, launch, 0.5, "cpu")
+        return process_group.meet(store, launch, 0.5, process_group.RankDevice("cpu"))
 
     monkeypatch.setattr(process_group.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
     with ThreadPoolExecutor(2) as pool:
@@ -154,7 +154,7 @@ def test_the_ranks_of_a_new_start_meet_in_the_store_of_an_earlier_one():
 
     def meet(rank: int) -> str:
         launch = Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500)
-        return process_group.meet(store, launch, 5, "cpu")
+        return process_group.meet(store, launch, 5, process_group.RankDevice("cpu"))
 
     starts = []
     for _ in range(2):
@@ -166,22 +166,23 @@ def test_the_ranks_of_a_new_start_meet_in_the_store_of_an_earlier_one():
 
 
 @pytest.mark.parametrize(
-    ("device", "problem", "says"),
+    ("own", "says"),
     [
-        ("cpu", "", r"Rank 1 on \S+ would train on cpu, and rank 0 on \S+ on cuda: "),
-        ("cpu", "This machine has", r"Rank 1 on \S+: This machine has$"),
+        (("cpu",), r"Rank 1 on \S+ would train on cpu, and rank 0 on \S+ on cuda: "),
+        (("cpu", "", 0, "This machine has"), r"Rank 1 on \S+: This machine has$"),
+        (("cuda", "GPU-0", 1), r"Ranks 0 and 1 on \S+ use the same GPU: 3 .* each sees 1 GPU"),
     ],
 )
-def test_a_rank_without_the_device_of_the_others_is_named(monkeypatch, device, problem, says):
+def test_a_rank_without_the_device_of_the_others_is_named(monkeypatch, own, says):
     """At once by rank 0; the other ranks exit."""
     monkeypatch.setattr(process_group, "exit_now", sys.exit)
     monkeypatch.setattr(process_group.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
-    store = dist.HashStore()
+    store, device = dist.HashStore(), process_group.RankDevice(*own)
 
     def meet(rank: int) -> BaseException | None:
         launch = Launch("torchrun", rank, rank, 3, 3, 0, "a", 29500)
-        own = (device, problem) if rank == 1 else ("cuda", "")
-        return process_group.meet(store, launch, 60, *own)
+        own = device if rank == 1 else process_group.RankDevice("cuda", f"GPU-{rank}", 2)
+        return process_group.meet(store, launch, 60, own)
 
     with ThreadPoolExecutor(3) as pool:
         ranks = [pool.submit(meet, rank) for rank in range(3)]
@@ -200,7 +201,7 @@ def test_a_rank_without_a_device_reports_to_rank_0(monkeypatch):
 
     monkeypatch.setattr(process_group, "choose_device", fail)
     monkeypatch.setattr(process_group, "connect", lambda *_: None)
-    monkeypatch.setattr(process_group, "meet", lambda *_, problem: told.append(problem))
+    monkeypatch.setattr(process_group, "meet", lambda *args: told.append(args[-1].problem))
     for rank in (0, 1):
         launch = Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500)
         with pytest.raises(UserError, match="only 1 GPU"):
@@ -214,7 +215,8 @@ def test_two_processes_of_one_rank_are_refused():
     store.set("meeting/3", "start/x")
     with ThreadPoolExecutor(2) as pool:
         # A process waits 5 seconds longer, for the error of rank 0.
-        two = [pool.submit(process_group.meet, store, launch, -4.5, "cpu") for _ in range(2)]
+        device = process_group.RankDevice("cpu")
+        two = [pool.submit(process_group.meet, store, launch, -4.5, device) for _ in range(2)]
         assert any("has rank 1, too" in str(each.exception()) for each in two)
 
 
