@@ -93,8 +93,9 @@ unit: setup-dev
 
 EQUAL := tests/runs/test_equality.py::test_two_ranks_with_accumulation_equal_one_process_in_fp32
 # One run of each strategy on two ranks with gradient accumulation, with the losses and the gradient
-# norms of one process. fsdp and infinity need newer releases on a CPU. The import of torch 2.6's compiler starts threads for several compile jobs, and
-# tests/helpers/preloaded_server.py, which forks after it, cannot have threads.
+# norms of one process. fsdp and infinity need newer releases on a CPU. The import of torch 2.6's
+# compiler starts threads for several compile jobs, and tests/helpers/preloaded_server.py, which
+# forks after it, cannot have threads.
 test-lower-bounds:
 	@echo "== Testing the lower bounds of requirements.txt"
 	@test -x $(LOWER) || $(PYTHON) -m venv .venv-lower

@@ -168,8 +168,11 @@ SHORTEST = 8  # characters; shorter values, such as "true", "1" and "gpt2", occu
 NUMBER = re.compile(r"[-+.,_\d]+")
 # https://user:password@host
 IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE)
-URL_PARAMETER = re.compile(r"([?&])([\w.%-]+)=([^&#\s'\"<>]+)")
-KNOWN_FORMS = re.compile(r"\b(hf_|ghp_|gho_|ghs_|github_pat_)[A-Za-z0-9]{20,}")
+URL_PARAMETER = re.compile(r"([?&#;])([\w.%-]+)=([^&#\s'\"<>]+)")
+KNOWN_FORMS = re.compile(
+    r"\b(?:(?:hf_|ghp_|gho_|ghs_|github_pat_)[A-Za-z0-9]{20,}|"
+    r"(?:Bearer |sk-|glpat-)(?=[\w.-]*\d)[\w.-]{20,})"
+)
 
 _found_in_files: set[str] = set()  # secrets of configuration files, see `remember_secrets`
 
@@ -238,7 +241,7 @@ def redact_value(value: Any, hidden: str | None = HIDDEN) -> Any:
         if isinstance(item, dict):
             return {_clean_key(k): clean(k, v) for k, v in item.items()}
         if isinstance(item, list | tuple):
-            return [clean(None, part) for part in item]
+            return [clean(key, part) for part in item]
         if not isinstance(item, str):
             return item
         return hidden if is_secret_name(str(key)) and item else _redact(item, secrets)

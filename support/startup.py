@@ -30,6 +30,12 @@ from support.errors import (
 from support.files.user_files import check_readable, read_json
 from support.tables import EMBEDDED_MODEL, OPTIMIZERS
 
+# Files of a model folder that a run reads; a Trainer's checkpoint also has others.
+MODEL_FILES = """
+    config.json generation_config.json model*.safetensors* pytorch_model*.bin* tokenizer* vocab*
+    merges.txt special_tokens_map.json added_tokens.json *.jinja *.model *.tiktoken
+    """.split()
+
 
 def start(argv: list[str]) -> tuple[Arguments, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
@@ -205,4 +211,4 @@ def check_model_path(args: Arguments) -> None:
         )
     if is_local:
         read_json("--model", f"{args.model}/config.json")
-        check_readable("--model", args.model)
+        check_readable("--model", args.model, MODEL_FILES)

@@ -50,6 +50,7 @@ class OwnCheckpoint:
         """Read the whole "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32."""
         flat = torch.empty(math.prod(self.shapes[name]))
         self._reader.read_into(flat, name, kind, 0)
+        self._reader.close()
         return flat.view(self.shapes[name])
 
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -9,16 +10,18 @@ from safetensors import safe_open
 from support.errors import TrainingError, UserError
 from support.strategies.optimizer_shards import ShardedState
 
+# Read from a file before it is opened again: what was read of an open file is mapped, and counts as
+# memory of the process. Not for each tensor, because opening a file reads the list of its tensors.
+MAPPED_BYTES = 16 << 20
+
 
 class PieceReader:
-    """Reader for any range of elements of any parameter in a checkpoint.
-
-    A file is open only while one of its tensors is read: what was read of an open file is mapped,
-    and counts as memory of the process.
-    """
+    """Reader for any range of elements of any parameter in a checkpoint; close it at the end."""
 
     def __init__(self, folder: Path, manifest: dict):
         self.folder = folder
+        self._file: Any = None  # the open file, its name, and how much of it was read
+        self._name, self._mapped = "", 0
         self._pieces: dict[str, list[dict]] = {}
         for piece in manifest["pieces"]:
             self._pieces.setdefault(piece["name"], []).append(piece)
@@ -40,14 +43,25 @@ class PieceReader:
             if kind != "weight" and not piece["moments"]:
                 part.zero_()
             else:
-                with safe_open(self.folder / piece["file"], framework="pt") as file:
-                    saved = file.get_slice(f"{name}@{first}/{kind}")
-                    part.copy_(saved[begin - first : end - first])
-                    del saved  # keeps the file mapped
+                saved = self._open(piece["file"], 4 * part.numel())
+                part.copy_(saved.get_slice(f"{name}@{first}/{kind}")[begin - first : end - first])
         if filled != flat.numel():
             raise TrainingError(
                 f"The checkpoint {self.folder} has {filled} of {flat.numel()} elements of {name}."
             )
+
+    def _open(self, name: str, size: int) -> Any:
+        """Return an open file of the checkpoint, of which `size` bytes will be read."""
+        if name != self._name or self._mapped + size > MAPPED_BYTES:
+            self.close()
+            self._file = safe_open(self.folder / name, framework="pt")
+            self._name = name
+        self._mapped += size
+        return self._file
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        self._file, self._name, self._mapped = None, "", 0
 
 
 def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
@@ -73,5 +87,6 @@ def read_shards(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
                 for kind, flat in tensors.items():
                     part = flat[piece.offset : piece.offset + piece.numel]
                     reader.read_into(part, piece.name, kind, piece.start)
+    reader.close()
     state.set_adam_step(manifest["adam_step"])
     state.finish_writing()

@@ -177,10 +177,11 @@ class FailureMonitor:
             self.stop.only_record()
             threading.Event().wait()  # for the watchdog's thread to replace the program
         self.stop.ignore()
+        # Before any use of the store, which may not answer.
+        self._exit_at_latest(shown.exit_code, f"{shown.mark} {shown}{self._place}")
         if isinstance(shown, Stopped):
             shown = self._unless_a_rank_is_lost(shown)
         line, code = f"{shown.mark} {shown}{self._place}", shown.exit_code
-        self._exit_at_latest(code, line)
         try:
             own = f"{code} on rank {self.rank}, thread {threading.get_ident()}: {shown}"
             first = self._record(self._first_error(shown)) and self._agree_on_first(own)

@@ -1,7 +1,7 @@
 """The GPUs of this machine: whether there is one, whether torch can use it, and if not, why.
 
-A GPU is there if this process may open its device file, or if nvidia-smi lists it. That nvidia-smi
-is installed says nothing: it also is on login nodes and in containers without a GPU.
+A GPU counts as present if this process may open its device file, or if nvidia-smi lists it. That
+nvidia-smi is installed says nothing: it also is on login nodes and in containers without a GPU.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def join(args: Arguments, launch: Launch) -> DistContext:
 
 
 def device_of_rank(launch: Launch, may_fail: bool) -> torch.device:
-    """Return this rank's device. If there is none, rank 0 is told, so that it names this rank.
+    """Return this rank's device. If there is none, report it to rank 0, which names this rank.
 
     Args:
         may_fail: return the CPU if torch cannot use the GPU; --check reports it later.

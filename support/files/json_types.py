@@ -54,7 +54,9 @@ def dict_of(check: Check) -> Check:
 
 
 def record(required: dict[str, Check], **more: Check) -> Check:
-    """Return a check for dictionaries with these keys; those of `more` and unknown ones may lack.
+    """Return a check for dictionaries with some keys; those in `more` may be missing.
+
+    Unknown keys are accepted.
 
     Args:
         required: the check of the value of each key that must be present.

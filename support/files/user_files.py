@@ -51,13 +51,15 @@ def reason_of(error: Exception, path: str | Path) -> str:
     return getattr(error, "strerror", None) or first_line(error, 200)
 
 
-def check_readable(flag: str, folder: str) -> None:
+def check_readable(flag: str, folder: str, patterns: Iterable[str]) -> None:
     """Check that this process may read the files of a folder that a flag names.
 
+    Args:
+        patterns: of the names of the files that are read.
     Raises:
         UserError: it may not read one. Libraries report such a file as missing.
     """
-    for path in sorted(Path(folder).iterdir()):
+    for path in sorted(path for pattern in patterns for path in Path(folder).glob(pattern)):
         if path.is_file() and not os.access(path, os.R_OK):
             reason = reason_of(PermissionError(), folder)
             raise UserError(f"{flag} {shown(path)} cannot be read: {reason}.")

@@ -75,7 +75,7 @@ def weight_files(folder: Path, named: str | None = None) -> list[Path]:
         return [path]
     listed = read_json("The index", str(path)).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise UserError(f"{path} has no weight_map, so it is no index of weights: {COPY_AGAIN}.")
+        raise UserError(f"{path} has no weight_map, so it is not a weight index: {COPY_AGAIN}.")
     for name in listed.values():
         if not stays_inside(name):
             raise UserError(

@@ -207,6 +207,8 @@ def _as_in_weights(architecture: Architecture, folder: Path) -> Architecture:
         tensors = weight_files.tensors_in(weight_files.weight_files(folder))
     except UserError:  # not here, or damaged, which a run reports
         return architecture
+    except ImportError:  # pickled weights, and no PyTorch
+        return replace(architecture, unconfirmed=True)
     # A file of the model without its output layer leaves out the first part of the name.
     names = (embedding, embedding.partition(".")[2])
     tied = not weight_files.has_own_head(tensors, names)

@@ -208,7 +208,7 @@ def _equal_losses(comparison: Comparison, reference: RecordedRun) -> Iterator[st
     mark = {True: "✅ Same model", False: "ℹ️  No difference found", None: "✅ Equal losses"}
     *names, last = [run.name for run in equal]
     worst, loss = max(losses, key=lambda pair: pair[1].relative)
-    steps = worst.tolerance.steps
+    steps = min(worst.tolerance.steps, worst.steps)
     text = (
         f"{mark[comparison.conclusive]}: the losses of {', '.join(names)}{' and ' * bool(names)}"
         f"{last} agree with those of {reference.name} in {min(run.steps for run in equal):,} steps."

@@ -86,11 +86,17 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
 def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:
     """Return the hosts that do not see rank 0's output folder. All ranks call it."""
     # A new name: a host may have a folder of this name, of an earlier run.
-    mark = folder / f"{atomic.PARTIAL}{ctx.broadcast_from_rank0(secrets.token_hex(4))}-shared"
+    mark = folder / f"{atomic.PARTIAL}{secrets.token_hex(4)}-shared"
     if ctx.is_main:
         mark.touch()
+    # The file exists before another host looks for it: NFS remembers for half a minute that a file
+    # was missing.
+    mark = folder / ctx.broadcast_from_rank0(mark.name)
     deadline = time.monotonic() + 10  # NFS shows a new file with a delay
-    while not (sees := mark.exists()) and time.monotonic() < deadline:
+    # Listing a folder makes NFS look at it again, other than a look at a file in it.
+    while not (sees := folder.is_dir() and mark.name in os.listdir(folder)):
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.1)
     blind = {*ctx.all_gather("" if sees else platform.node())} - {""}
     if ctx.is_main:

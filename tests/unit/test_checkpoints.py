@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from one_rank import one_rank
+from safetensors import safe_open
 
+from support.checkpoints import loading
 from support.checkpoints.loading import PieceReader, read_shards
 from support.checkpoints.saving import PieceWriter, sharded_state, write_shards
 from support.strategies import gradients, moments_8bit
@@ -47,14 +49,24 @@ def test_pieces_are_distributed_over_files(ctx, tmp_path, monkeypatch, elements)
     assert all(torch.equal(p, saved) for p, saved in zip(model.parameters(), before, strict=True))
 
 
-def test_a_file_that_was_read_does_not_stay_in_the_memory_of_the_process(ctx, tmp_path):
-    """What was read of a mapped file counts as memory, and a resume needs all files."""
+def test_a_file_that_was_read_does_not_stay_in_the_memory_of_the_process(
+    ctx, tmp_path, monkeypatch
+):
+    """What was read of a mapped file counts as memory; opening it for each tensor takes time."""
     model, optimizer = updated(torch.optim.AdamW)
     state, writer = sharded_state(model, optimizer, CPU), PieceWriter(tmp_path)
     write_shards(writer, state, 1)
-    reader = PieceReader(tmp_path, {"pieces": writer.pieces})
-    for kind in ("weight", "exp_avg"):
-        reader.read_into(torch.empty(80 * 64), "weight", kind, 0)
+    opened = []
+    opening = lambda *args, **options: opened.append(1) or safe_open(*args, **options)  # noqa: E731
+    monkeypatch.setattr(loading, "safe_open", opening)
+    for limit, times in ((1 << 20, 1), (4 * 80 * 64, 3)):
+        monkeypatch.setattr(loading, "MAPPED_BYTES", limit)
+        reader = PieceReader(tmp_path, {"pieces": writer.pieces})
+        opened.clear()
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            reader.read_into(torch.empty(80 * 64), "weight", kind, 0)
+        assert len(opened) == times
+        reader.close()
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 

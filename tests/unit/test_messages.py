@@ -1,5 +1,7 @@
 """An error of a library gets the advice that fits; secrets do not appear in messages."""
 
+import json
+
 import pytest
 from conftest import PROJECT
 
@@ -11,6 +13,7 @@ from support.errors import (
     remember_secrets,
     same_redacted,
 )
+from support.files.user_files import read_json
 
 # Errors that this machine cannot cause, each with a word of the advice that is shown.
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
@@ -84,6 +87,10 @@ REDACTED = {
     "https://host/a?X-Amz-Signature=canary": "https://host/a?X-Amz-Signature=***",
     "https://host/a?max_tokens=12&key_padding=1": "https://host/a?max_tokens=12&key_padding=1",
     "ghp_CANARYcanaryCANARYcanary": "***",
+    "Authorization: Bearer canaryCANARY1234567890": "Authorization: ***",
+    "sk-proj-canary_CANARY-1234567890": "***",
+    "https://host/#access_token=canary": "https://host/#access_token=***",
+    "runs/sk-learn-models-of-the-first-experiment": "runs/sk-learn-models-of-the-first-experiment",
     "hf_models_of_the_first_experiment": "hf_models_of_the_first_experiment",
     "step 12345678 of gpt2, true": "step 12345678 of gpt2, true",
 }
@@ -128,6 +135,15 @@ def test_secrets_of_a_configuration_are_hidden_everywhere(monkeypatch):
     monkeypatch.setattr("support.errors._found_in_files", set())
     remember_secrets({"trackers": [{"api_key": "from-a-file", "project": "my-project"}]})
     assert redact("from-a-file to my-project") == "*** to my-project"
+
+
+def test_names_in_an_index_of_weights_are_no_secrets(tmp_path):
+    """Names of parameters contain "key", which is also a name of secrets."""
+    shard = "model-00001-of-00002.safetensors"
+    for name in ("attention.query_key_value.weight", "self.key.weight"):
+        (tmp_path / "index.json").write_text(json.dumps({name: shard}))
+        read_json("The index", str(tmp_path / "index.json"))
+    assert redact(shard) == shard
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,16 @@ def test_hosts_that_do_not_share_the_folder_are_found(tmp_path, monkeypatch):
     """Also if they have a folder of the same name, of an earlier run there."""
     monkeypatch.setattr("support.report.results.time.monotonic", count(step=20).__next__)
     monkeypatch.setattr("support.report.results.platform.node", lambda: "node1")
-    main = SimpleNamespace(is_main=True, broadcast_from_rank0=str, all_gather=lambda own: [own])
+    sent = []
+
+    def send(name):
+        """The other hosts look for the file as soon as they know its name."""
+        sent.append((tmp_path / name).exists())
+        return name
+
+    main = SimpleNamespace(is_main=True, broadcast_from_rank0=send, all_gather=lambda own: [own])
     (tmp_path / ".lock").touch()
-    assert hosts_that_do_not_share(tmp_path, main) == []
+    assert hosts_that_do_not_share(tmp_path, main) == [] and sent == [True]
     other = SimpleNamespace(**{**vars(main), "is_main": False})
     assert hosts_that_do_not_share(tmp_path, other) == ["node1"]
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]

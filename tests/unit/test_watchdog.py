@@ -336,6 +336,22 @@ def test_a_hang_report_on_a_full_disk_ends_nothing(ranks, tmp_path, capfd):
     assert "No space left on device" in out and "SIGUSR2" in err and "rank" in err
 
 
+def test_a_stopped_run_exits_although_the_store_does_not_answer(monkeypatch):
+    exited, codes = Event(), []
+    leave = lambda code: (codes.append(code), exited.set())  # noqa: E731
+    monkeypatch.setattr(FailureMonitor._exit_at_latest, "__defaults__", ("", 0.05))
+    monkeypatch.setattr(failures.os, "_exit", leave)
+    monkeypatch.setattr(failures.os, "write", lambda *_: None)
+    monkeypatch.setattr(failures, "exit_now", lambda code: None)
+    monitor = FailureMonitor(StopSignal())
+    monkeypatch.setattr(monitor, "ranks", 2)
+    waited = []
+    silent = lambda seconds: waited.append(exited.wait(2)) or []  # noqa: E731
+    monkeypatch.setattr(monitor.watchdog, "silent_ranks", silent)
+    monitor.end_failed(Stopped.by("SIGTERM"))
+    assert codes[:1] == [75] and waited == [True]
+
+
 def test_complete_run_exits_although_a_library_does_not_end(monkeypatch):
     exited, codes = Event(), []
     leave = lambda code: (codes.append(code), exited.set())  # noqa: E731
