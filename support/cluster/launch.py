@@ -255,6 +255,12 @@ def stopped_before_start(name: str) -> UserError:
             f"Stopped by {name} during the start; if another rank failed first, its message is "
             "above."
         )
+    if name == "SIGTERM" and os.environ.get("WORLD_SIZE", "1") != "1":
+        # torchrun and deepspeed do the same, and return their own exit code.
+        return Stopped(
+            f"Stopped by {name} during the start, and nothing was saved. If another rank failed "
+            "first, its message is above; else the same command starts again."
+        )
     return Stopped.by(name)
 
 
