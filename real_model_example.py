@@ -188,7 +188,7 @@ def train_epoch_ddp(
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
-        run.meter.after_backward()
+        run.after_backward()
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
         grad_norm = gradients.gradient_norm(model)  # sum of squares over all shards, square root
         if args.max_grad_norm:
@@ -241,7 +241,7 @@ def train_epoch_deepspeed(
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)
-        run.meter.after_backward()
+        run.after_backward()
         gradients.block_update_if_not_finite(objects, step_loss, None, ctx)
         # Norm, clipping, update of this rank's part, all-gather of P (stages 1, 2); clears G.
         engine.step()

@@ -49,8 +49,8 @@ RESTART = "restart"  # begins the entry of the store that all ranks read when a 
 class StopSignal:
     """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
 
-    Until the first step is complete a signal ends the run at once, because nothing is lost. Later
-    it sets `requested`, and the ranks agree on it between two steps; a later Ctrl-C (SIGINT)
+    Until the first step is nearly complete a signal ends the run at once, because nothing is lost.
+    Later it sets `requested`, and the ranks agree on it between two steps; a later Ctrl-C (SIGINT)
     interrupts the run at once. A run that saves no checkpoints ends at once like after an error.
     """
 
@@ -69,8 +69,11 @@ class StopSignal:
         if self.requested and not self._deferred:
             self._end()
 
-    def step_completed(self, saves: bool) -> None:
-        """Take note that an end at once would lose a step; called after each step.
+    def defer(self, saves: bool) -> None:
+        """Take note that an end at once would lose a step.
+
+        Call it in each step, after all ranks have summed up its loss: a rank that completes its
+        first step then knows that no other rank ends at once.
 
         Args:
             saves: record further signals, because the run saves a checkpoint before it ends.

@@ -278,6 +278,11 @@ class Run:
         self._bar = console.bar(f"Epoch {self._epoch}", self._batches, done=self._batch)
         self.meter.pause()
 
+    def after_backward(self) -> None:
+        """Let the meter count memory; from the first step on, a stop signal waits for its end."""
+        self.meter.after_backward()
+        self.ctx.stop.defer(self.manager.may_save)
+
     def log_step(
         self, loss: torch.Tensor, lr: float, grad_norm: torch.Tensor | float | None, tokens
     ) -> None:
@@ -293,7 +298,6 @@ class Run:
                 was not (except in fp16). No checkpoint contains that step's update.
         """
         self.meter.end_step()
-        self.ctx.stop.step_completed(self.manager.may_save)
         if self.trace:
             self.trace.step()
             self.meter.pause()

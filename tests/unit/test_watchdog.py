@@ -255,7 +255,7 @@ def test_no_library_can_swallow_a_signal(stop):
     with pytest.raises(StoppedBySignal):  # a destructor may have swallowed the first one
         stop.end_if_requested()
     with pytest.raises(StoppedBySignal) as found:
-        stop.step_completed(saves=False)
+        stop.defer(saves=False)
     shown = explain(found.value)  # steps are lost
     assert (shown.exit_code, shown.status) == (1, "failed") and "SIGTERM" in str(shown)
 
@@ -314,7 +314,7 @@ def test_a_stop_signal_while_the_ranks_restart_is_not_lost(stop, monkeypatch):
 
 
 def test_a_first_stop_signal_requests_a_save_and_a_later_one_interrupts(stop, monkeypatch):
-    stop.step_completed(saves=True)
+    stop.defer(saves=True)
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.requested
@@ -343,7 +343,7 @@ def test_a_stopped_run_exits_although_the_store_does_not_answer(monkeypatch):
     monkeypatch.setattr(failures.os, "_exit", leave)
     monkeypatch.setattr(failures.os, "write", lambda *_: None)
     monkeypatch.setattr(failures, "exit_now", lambda code: None)
-    monitor = FailureMonitor(StopSignal())
+    monitor = FailureMonitor(MagicMock(ended_start=False))  # ignores no signals of the tests
     monkeypatch.setattr(monitor, "ranks", 2)
     waited = []
     silent = lambda seconds: waited.append(exited.wait(2)) or []  # noqa: E731
