@@ -40,12 +40,15 @@ PATCHES = {
     ),
     "keep_4bit_layout": "bitsandbytes.nn.modules:has_avx512bf16",
 }
+# Modules in which older releases of transformers do not have what is replaced.
+OLDEST = {"masking_utils": OLDEST_TRANSFORMERS, "sdpa_attention": Version("4.54")}
 
 
 @pytest.mark.parametrize("target", PATCHES.values(), ids=PATCHES)
 def test_each_patched_attribute_exists_in_the_installed_library(target):
-    if "masking_utils" in target and Version(transformers.__version__) < OLDEST_TRANSFORMERS:
-        skip(f"transformers {transformers.__version__} has no {target}")
+    for module, oldest in OLDEST.items():
+        if module in target and Version(transformers.__version__) < oldest:
+            skip(f"transformers {transformers.__version__} has no {target}")
     if "bitsandbytes" in target:
         pytest.importorskip("bitsandbytes")  # optional
     pkgutil.resolve_name(target)
