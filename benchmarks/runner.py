@@ -192,7 +192,7 @@ class Runner:
     """Runs the checks of a part.
 
     Args:
-        checks: in the order in which they start, as far as `Check` allows it.
+        checks: in the order in which they start, within the limits of `Check`.
         work: folder of the logs.
         seconds: time limit of the part, from the call of `run`.
         run_seconds: time limit of a run.
