@@ -66,6 +66,7 @@ from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
 from support.memory.workload import Workload
 from support.programs import run_command_line
+from support.report.metrics_file import FILE, read_metrics
 from support.units import GB, MB
 
 LIBAIO = Path("/usr/include/libaio.h")
@@ -412,9 +413,9 @@ def stop_signal(part: Part) -> None:
         return f"{flags} {max(runs['SIGTERM'].losses) + 3} --resume"
 
     def every_step_once(run: Done) -> tuple[str, str]:
-        text = (run.folder / "metrics.jsonl").read_text(encoding="utf-8")
-        steps = [r["step"] for r in map(json.loads, text.splitlines()) if "loss" in r]
-        complete = steps == list(range(1, run.results["steps"] + 1))
+        records, unreadable = read_metrics(run.folder / FILE)
+        steps = [record["step"] for record in records if "loss" in record]
+        complete = not unreadable and steps == list(range(1, run.results["steps"] + 1))
         return ("" if complete else f"logged steps: {steps}"), f"up to step {steps[-1]}"
 
     how = {"folder": part.folder("SIGTERM"), "needs": ("SIGTERM",), "judge": every_step_once}

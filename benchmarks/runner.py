@@ -23,6 +23,7 @@ from typing import TextIO
 import psutil
 
 from support import PROJECT
+from support.report.metrics_file import FILE, read_metrics
 
 SCRIPT = PROJECT / "real_model_example.py"
 # --standalone: the ranks meet at a free port of this machine.
@@ -118,9 +119,8 @@ def slug(name: str) -> str:
 def losses_in(folder: Path) -> dict[int, float]:
     """Return the training loss by step of metrics.jsonl; a step may be logged twice, at its end."""
     records: list[dict] = []
-    with contextlib.suppress(OSError, json.JSONDecodeError):  # the last line may be incomplete
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-        records += map(json.loads, text.splitlines())
+    with contextlib.suppress(FileNotFoundError):
+        records, _ = read_metrics(folder / FILE)
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 

@@ -24,7 +24,7 @@ def start_of(tokenizer: Any) -> list[int]:
 def document_start(tokenizer: Any, is_first: bool) -> list[int]:
     """Return the ids before a document: the end of the document before it, and `start_of`.
 
-    If a model uses one token for both (OPT's </s>), it is there once, as if the documents were
+    If a model uses one token for both (OPT's </s>), it occurs once, as if the documents were
     tokenized one by one and joined.
 
     Args:

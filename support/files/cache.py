@@ -7,13 +7,12 @@ of its files, and the facts that the writer stores about them.
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from support import console
 from support.errors import UserError
-from support.files.atomic import TemporaryFolder, read_json, sha256_of, start_folder, sync_tree
+from support.files.atomic import read_json, sha256_of, start_folder, sync_tree
 
 META = "meta.json"
 
@@ -97,28 +96,3 @@ def huggingface_home() -> Path:
 def cache_folder(cache_dir: str | None) -> Path:
     """Return the folder of tokenized datasets and of the embedded tokenizer (--cache_dir)."""
     return Path(cache_dir) if cache_dir else huggingface_home() / "distributed_training"
-
-
-# -------------------------------------------------------------------------- matplotlib's cache
-
-
-def use_writable_matplotlib_folder() -> None:
-    """Before matplotlib is imported: give it a temporary folder if it cannot write to its own.
-
-    It would create one itself, which remains: a run ends without the interpreter's shutdown.
-    """
-    given, env = os.environ.get("MPLCONFIGDIR"), os.environ
-    homes = [env.get("XDG_CONFIG_HOME") or "~/.config", env.get("XDG_CACHE_HOME") or "~/.cache"]
-    if not all(map(_can_write, [given] if given else homes)):
-        parent = Path(tempfile.gettempdir())
-        temporary = TemporaryFolder(parent, "distributed_training_matplotlib_", mode=0o700)
-        env["MPLCONFIGDIR"] = str(temporary.path)
-
-
-def _can_write(folder: str) -> bool:
-    """Return whether a folder is writable, or can be created."""
-    path = Path(os.path.expanduser(folder))
-    if not path.is_absolute():  # there is no home folder
-        return False
-    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    return there.is_dir() and os.access(there, os.W_OK)

@@ -3,13 +3,14 @@
 import functools
 import json
 import logging
+import os
+import tempfile
 from functools import partial
 from pathlib import Path
 
 from support import console
 from support.errors import first_line
-from support.files.atomic import only_finite, write_atomically, write_text
-from support.files.cache import use_writable_matplotlib_folder
+from support.files.atomic import TemporaryFolder, only_finite, write_atomically, write_text
 
 FILE = "metrics.jsonl"
 MOST_LINES = 5  # that a message names
@@ -81,6 +82,28 @@ class MetricsFile:
                     f"{self.path} cannot be written ({error.strerror}): training continues, and "
                     "the missing lines are written as soon as there is space."
                 )
+
+
+def use_writable_matplotlib_folder() -> None:
+    """Before matplotlib is imported: give it a temporary folder if it cannot write to its own.
+
+    It would create one itself, which remains: a run ends without the interpreter's shutdown.
+    """
+    given, env = os.environ.get("MPLCONFIGDIR"), os.environ
+    homes = [env.get("XDG_CONFIG_HOME") or "~/.config", env.get("XDG_CACHE_HOME") or "~/.cache"]
+    if not all(map(_can_write, [given] if given else homes)):
+        parent = Path(tempfile.gettempdir())
+        temporary = TemporaryFolder(parent, "distributed_training_matplotlib_", mode=0o700)
+        env["MPLCONFIGDIR"] = str(temporary.path)
+
+
+def _can_write(folder: str) -> bool:
+    """Return whether a folder is writable, or can be created."""
+    path = Path(os.path.expanduser(folder))
+    if not path.is_absolute():  # there is no home folder
+        return False
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def why_no_figure() -> str:

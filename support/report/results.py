@@ -93,7 +93,7 @@ def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:
     # was missing.
     mark = folder / ctx.broadcast_from_rank0(mark.name)
     deadline = time.monotonic() + 10  # NFS shows a new file with a delay
-    # Listing a folder makes NFS look at it again, other than a look at a file in it.
+    # Listing the folder makes NFS read it again; looking up a single file does not.
     while not (sees := folder.is_dir() and mark.name in os.listdir(folder)):
         if time.monotonic() > deadline:
             break

@@ -26,7 +26,7 @@ from support.files.atomic import (
     remove_temporary_folders,
     start_folder,
 )
-from support.files.cache import use_writable_matplotlib_folder
+from support.report.metrics_file import use_writable_matplotlib_folder
 from support.report.results import hosts_that_do_not_share, settle_without_shared_disk
 from support.startup import check_model_path
 
