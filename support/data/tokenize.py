@@ -14,6 +14,7 @@ a whole. Each piece is tokenized after the character that precedes it, because a
 treat the beginning of a text differently (Llama 2 inserts a space there).
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -35,7 +36,8 @@ from support.files.cache import Cache, cache_folder
 
 CACHE_VERSION = 11  # increase it when the layout of the cache or the tokenization changes
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
-BATCH_PIECES = 32  # tokenized by one call, which uses all cores
+# A call tokenizes pieces until it has one of these numbers. It uses all cores.
+BATCH_CHARACTERS, BATCH_PIECES = 1 << 21, 4096
 # Characters on each side of a cut that are tokenized to check it. Two lengths, so that a pattern
 # that counts characters or words from the beginning of a text fits at most one of them.
 WINDOWS = (250, 381)
@@ -256,10 +258,25 @@ def _encode_documents(
 
     pieces = itertools.chain.from_iterable(documents.pieces(read(row)) for row in rows)
     start = first
-    while batch := list(itertools.islice(pieces, BATCH_PIECES)):
-        for (text, before), ids in zip(batch, documents.encode(batch), strict=True):
-            yield ids if before else np.concatenate([start, ids]), len(text)
+    for batch, characters in _batches(pieces):
+        stream = list[np.ndarray]()
+        for (_, before), ids in zip(batch, documents.encode(batch), strict=True):
+            stream += [ids] if before else [start, ids]
             start = later
+        yield np.concatenate(stream), characters
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:
+    """Yield the pieces that are tokenized together, and the number of their characters."""
+    batch, characters = list[Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[0])
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
+            yield batch, characters
+            batch, characters = [], 0
+    if batch:
+        yield batch, characters
 
 
 # ------------------------------------------------------------------- documents of any length
@@ -275,17 +292,24 @@ class DocumentTokenizer:
             # Its best tokens may depend on distant words. Without a pre-tokenizer a document is a
             # single word, which no check of a part can cut.
             self.places = PLACES[:1] if backend.pre_tokenizer else []
+        self._backend = _backend_of(tokenizer)
+        # The tokens of the character before a piece; few different ones occur.
+        self._alone = functools.lru_cache(1 << 10)(lambda before: next(self._tokens([before])))
 
-    def _tokens(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    def _tokens(self, texts: list[str]) -> Iterator[list[int]]:
+        if self._backend is None:
+            options = {"add_special_tokens": False, "verbose": False}
+            return iter(self.tokenizer(texts, **options)["input_ids"])
+        # Without the positions of the tokens in the text, which take 0.4 of the time.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return (encoding.ids for encoding in encodings)
 
     def encode(self, pieces: list[Piece]) -> list[np.ndarray]:
         """Return the token ids of each piece, uint32; joined, they are those of the document."""
         tokens = self._tokens([before + text for text, before in pieces])
-        known = self._tokens([before for _, before in pieces])
         return [
-            np.array(ids[len(alone) if before else 0 :], dtype=np.uint32)
-            for (_, before), ids, alone in zip(pieces, tokens, known, strict=True)
+            np.array(ids[len(self._alone(before)) :] if before else ids, dtype=np.uint32)
+            for (_, before), ids in zip(pieces, tokens, strict=True)
         ]
 
     def pieces(self, texts: Iterable[str]) -> Iterator[Piece]:
@@ -315,9 +339,27 @@ class DocumentTokenizer:
 
     def _may_cut(self, text: str, cut: int) -> bool:
         before = text[cut - 1]
+        alone = self._alone(before)
         for width in WINDOWS:
             left, right = text[max(0, cut - width) : cut], text[cut : cut + width]
-            both, first, second, alone = self._tokens([left + right, left, before + right, before])
+            both, first, second = self._tokens([left + right, left, before + right])
             if second[: len(alone)] != alone or both != first + second[len(alone) :]:
                 return False
         return True
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """Return the tokenizer of the tokenizers library that computes a fast tokenizer's ids.
+
+    It has the settings of a call without options: no truncation or padding, and special tokens
+    split or not. The result is None if it does not compute the ids alone: the tokenizer is not a
+    fast one, or its class changes texts (CPM separates words, and replaces spaces and line breaks).
+    """
+    if not tokenizer.is_fast:
+        return None
+    special = " ".join(map(str, tokenizer.get_added_vocab()))
+    text = f"a a  a\n\n a\ta\r\n{special} a"  # a vocabulary may lack other characters
+    expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    backend = tokenizer.backend_tokenizer  # this call has set its options
+    same = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids == expected
+    return backend if same else None

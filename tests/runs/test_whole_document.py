@@ -94,3 +94,34 @@ def test_a_slow_tokenizer_with_a_large_id(tmp_path):
 
     (tmp_path / "a.txt").write_text("aa")
     assert ids_of(tokenized(tmp_path / "a.txt", Gap(), tmp_path)).tolist() == [70_000, 70_000]
+
+
+def upper_case(tokenizer):
+    """A class that changes texts before the tokenizers library gets them, as CPM's does."""
+
+    class UpperCase(type(tokenizer)):
+        def __call__(self, texts, **options):
+            upper = texts.upper() if isinstance(texts, str) else [text.upper() for text in texts]
+            return super().__call__(upper, **options)
+
+    tokenizer.__class__ = UpperCase
+
+
+def truncating(tokenizer):
+    """As its tokenizer.json says, if it was saved after a call with `truncation` and `padding`."""
+    tokenizer.backend_tokenizer.enable_truncation(max_length=8)
+    tokenizer.backend_tokenizer.enable_padding(length=16)
+
+
+def splitting_special_tokens(tokenizer):
+    tokenizer.split_special_tokens = True
+
+
+@pytest.mark.parametrize("change", [upper_case, truncating, splitting_special_tokens])
+def test_what_a_tokenizer_does_besides_the_tokenizers_library(change):
+    tokenizer, text = tokenizer_of("gpt2"), PYDOCS[:9_000] + "<|end|>" + PYDOCS[9_000:20_000]
+    plain = whole(tokenizer, text)
+    change(tokenizer)
+    number, ids = in_pieces(tokenizer, text, 1000)
+    assert number > 10 and ids == whole(tokenizer, text)
+    assert (ids == plain) is (change is truncating)
