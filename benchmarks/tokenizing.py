@@ -13,7 +13,8 @@ The latter two read the whole file, cut it after a line break every 65,536 chara
 pieces in each call, and write the ids to a file. Unlike --prefetch they compute no digests, and do
 not check that the cuts leave the ids unchanged. The time of tokenizing begins when the tokenizer is
 loaded and ends with the last file; this process notes when the lines that say so arrive. The table
-has the median of the rounds (smallest–largest); a ratio is formed within each round.
+has the median of the rounds (smallest–largest); a ratio is formed within each round. The CPU time
+shows whether other processes used the cores: it hardly changes, and the seconds do.
 """
 
 import argparse
@@ -50,6 +51,7 @@ class Measured(NamedTuple):
 
     tokenizing: float  # seconds
     whole: float  # seconds of the process
+    cpu: float  # seconds of CPU time of the process, on all cores
     memory: float  # its peak of resident memory in GB
     tokens: int
 
@@ -124,7 +126,8 @@ def measure(program: str, model: str, text: Path) -> Measured:
         if process.returncode or not done:
             raise RuntimeError(f"{program} failed:\n{output}")
         tokens = tokens_in(Path(folder))
-    return Measured(done - loaded, whole, usage.ru_maxrss * 1024 / GB, tokens)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Measured(done - loaded, whole, cpu, usage.ru_maxrss * 1024 / GB, tokens)
 
 
 def tokens_in(folder: Path) -> int:
@@ -146,8 +149,9 @@ def spread(values: Iterable[float], digits: int) -> str:
 
 def table(rounds: list[dict[str, Measured]]) -> list[str]:
     """Return the lines of a Markdown table; the speed of tokenizing is relative to REFERENCE."""
-    heads = "program", "tokenizing, s", "relative speed", "whole process, s", "peak memory, GB"
-    lines = [f"| {' | '.join((*heads, 'tokens'))} |", "|---" * 6 + "|"]
+    heads = ["program", "tokenizing, s", "relative speed", "whole process, s", "its CPU time, s"]
+    heads += ["peak memory, GB", "tokens"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for program in rounds[0]:
         runs = [runs[program] for runs in rounds]
         ratios = [runs[REFERENCE].tokenizing / runs[program].tokenizing for runs in rounds]
@@ -156,6 +160,7 @@ def table(rounds: list[dict[str, Measured]]) -> list[str]:
             spread((run.tokenizing for run in runs), 1),
             spread(ratios, 2),
             spread((run.whole for run in runs), 1),
+            spread((run.cpu for run in runs), 1),
             spread((run.memory for run in runs), 2),
             f"{runs[0].tokens:,}",
         ]
@@ -195,7 +200,7 @@ def main(argv: list[str]) -> int:
             runs[program] = run = measure(program, args.model, text)
             print(
                 f"round {number + 1}, {program}: {run.tokenizing:.1f} s of {run.whole:.1f} s, "
-                f"peak {run.memory:.2f} GB",
+                f"CPU time {run.cpu:.1f} s, peak {run.memory:.2f} GB",
                 flush=True,
             )
         rounds.append(runs)
