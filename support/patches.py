@@ -6,6 +6,7 @@ tests/unit/test_patches.py looks up the names that are replaced in the installed
 
 import functools
 import importlib
+import os
 import shlex
 from collections.abc import Callable
 
@@ -126,6 +127,27 @@ def skip_shared_memory_op() -> None:
     """
     backend = importlib.import_module("deepspeed.comm.torch")  # the package's `torch` is PyTorch
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def import_muon_uncompiled() -> None:
+    """DeepSpeed 0.19.8: import its optimizer Muon without torch's compiler.
+
+    Every engine imports it to compare types. It has functions under `torch.compile`, which imports
+    the whole compiler: 0.8 s on each rank. No strategy uses Muon.
+
+    Remove it when `is_zero_supported_optimizer` of DeepSpeed does not import Muon.
+    """
+    variable = "TORCHDYNAMO_DISABLE"  # torch.compile reads it each time, and then changes nothing
+    previous = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    except ModuleNotFoundError:  # earlier versions have no Muon
+        pass
+    finally:
+        del os.environ[variable]
+        if previous is not None:
+            os.environ[variable] = previous
 
 
 def count_free_gpu_memory() -> None:

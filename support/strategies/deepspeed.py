@@ -54,6 +54,7 @@ def configure(args: Arguments, ctx: DistContext, spec, folder: Path) -> Argument
         console.print0(f"📁 NVMe files: {nvme_folder} (--nvme_path chooses another disk)")
     ctx.once_per_node("ops", build_ops)
     patches.skip_shared_memory_op()
+    patches.import_muon_uncompiled()
     if ctx.device.type == "cuda":
         patches.count_free_gpu_memory()
         patches.wait_once_for_offloaded_gradients()

@@ -31,6 +31,7 @@ PATCHES = {
     "quote_library_path": "torch.utils.cpp_extension:TORCH_LIB_PATH",
     "load_compiled_ops": "deepspeed.ops.op_builder.builder:OpBuilder.jit_load",
     "skip_shared_memory_op": "deepspeed.comm.torch:build_shm_op",
+    "import_muon_uncompiled": "deepspeed.runtime.zero.utils:is_zero_supported_optimizer",
     "count_free_gpu_memory": (
         "deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator.available_memory"
     ),
