@@ -3,18 +3,19 @@
 
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16
     python scripts/plan_memory.py --model path/to/config.json --gpus 8 --seq_length 4096
+    python scripts/plan_memory.py --config recipes/gpt2_xl_zero3.yaml --gpus 4 --gpu_memory 16
 
 It prints which strategies fit, and the command to run the simplest of them; with --explain every
-term of the estimate. Without --gpu_memory it plans processes on CPUs. --solve finds for each
-strategy the largest batch or the fewest GPUs. With an amount of work and a rate it also prints the
-cost: optimizer steps, hours, price, energy; with --time_limit the Slurm jobs, and with --bandwidth
-the speed on more GPUs or nodes.
+term of the estimate. --config plans a run file, and answers for its strategy. Without --gpu_memory
+it plans processes on CPUs. --solve finds for each strategy the largest batch or the fewest GPUs.
+With an amount of work and a rate it also prints the cost: optimizer steps, hours, price, energy;
+with --time_limit the Slurm jobs, and with --bandwidth the speed on more GPUs or nodes.
 
     python scripts/plan_memory.py --model gpt2-xl --nodes 2 --gpu_memory 80 --tokens 1000000000 \\
         --device A100 --bandwidth 10 --price 2.5 --watts 400 --time_limit 24:00:00 --save_seconds 60
 
 docs/PLAN.md explains the estimate and compares it with measurements. Exit codes: 0; 1 if nothing
-fits, or if --measure fails; 2 for wrong usage.
+fits, if the run file of --config does not fit, or if --measure fails; 2 for wrong usage.
 """
 
 import json
@@ -23,6 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,7 +35,8 @@ if __name__ == "__main__":
 
 from support.cli import argument_types as kinds
 from support.cli.argument_types import Options
-from support.cli.arguments import choose_seq_length
+from support.cli.arguments import choose_seq_length, isolates_documents
+from support.cli.parse import parse_arguments
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files.weight_files import NAMES as WEIGHTS
 from support.memory import fit
@@ -49,8 +52,8 @@ from support.units import GB
 
 SIZE = kinds.positive_float
 MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
-    Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2, Llama, Mistral,
-    Qwen, GPT-NeoX) (default: gpt2)"""
+    Qwen2.5-0.5B, Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2,
+    Llama, Mistral, Qwen, GPT-NeoX) (default: gpt2)"""
 # Name, type, placeholder and help of flags; those of a run are named as in real_model_example.py.
 FLAGS = (
     ("gpus", kinds.ranks, "N", "number of ranks, one per GPU (default: 1)"),
@@ -76,6 +79,12 @@ SWITCHES = {
     "--measure": "cost: measure the rate here, in 10 steps",
 }
 SAME_SWITCHES = ("no_fused_gelu", "isolate_documents", "load_in_4bit", "compile")  # as a run's
+# Flags of a run that a run file sets here, too; --no_fused_gelu and others have another name there.
+SAME_FLAGS = """
+    model batch_size seq_length gradient_accumulation_steps gradient_checkpointing lora_r
+    lora_targets load_in_4bit compile optim strategy
+    """.split()
+DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw"}  # a run has them without flags
 COST_FLAGS = (
     ("tokens", kinds.tokens, "N", "tokens of the training data"),
     ("epochs", kinds.epochs, "N", "passes over --tokens (default: 1)"),
@@ -103,6 +112,8 @@ def build_parser() -> kinds.Parser:
     """Build the parser."""
     parser = kinds.Parser.of_script(__doc__)
     parser.add_argument("--model", type=kinds.name, default="gpt2", help=MODELS)
+    text = "YAML with flags of a run, whose model and workload are planned; the others override it"
+    parser.add_argument("--config", type=kinds.name, metavar="FILE", help=text)
     costs = parser.add_argument_group("cost (needs an amount of work and a rate)")
     for group, flags in ((parser, FLAGS), (costs, COST_FLAGS)):
         for name, kind, placeholder, text in flags:
@@ -114,14 +125,34 @@ def build_parser() -> kinds.Parser:
     add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
     text = "find the largest batch or the fewest GPUs for each strategy"
     add("--solve", choices=("batch", "gpus"), help=text)
-    parser.set_defaults(batch_size=4, gradient_accumulation_steps=1)
+    parser.set_defaults(batch_size=4, gradient_accumulation_steps=1, strategy=None, in_file={})
     return parser
 
 
 def main() -> int:
     """Read the arguments, and print the answer; return the exit code."""
-    args, work, limits = read_workload(build_parser().parse_args())
+    args, work, limits = read_workload(read_flags(build_parser()))
     return (solve if args.solve else plan)(args, work, limits)
+
+
+def read_flags(parser: kinds.Parser) -> Options:
+    """Return the flags, with the values of --config as defaults and as `in_file`."""
+    args = parser.parse_args()
+    if args.config is None:
+        return args
+    run = parse_arguments(["--config", args.config])
+    fit.check_is_planned(run)
+    values = {name: getattr(run, name) for name in SAME_FLAGS} | {
+        "precision": parser.get_default("precision") if run.precision == "auto" else run.precision,
+        "no_fused_gelu": not run.fused_gelu,
+        "isolate_documents": isolates_documents(run),
+    }
+    parser.set_defaults(in_file=values, **values)
+    if args.tokens:
+        parser.set_defaults(epochs=run.epochs)
+    elif any(getattr(args, flag) for flag in cost.RATE):
+        parser.set_defaults(max_steps=run.max_steps)
+    return parser.parse_args()
 
 
 def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
@@ -159,44 +190,56 @@ def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
 def plan(args: Options, work: Workload, limits: Limits) -> int:
     """Print the memory estimate of every strategy, and a command; return the exit code."""
     needs = predict_all(work)
+    fits = {need.strategy: limits.hold(need) for need in needs}
     chosen, changed = fit.recommend(work, limits)
+    if of_file := fits.get(args.strategy):
+        chosen, changed = next(n for n in needs if n.strategy == args.strategy), work
     command = spent = None
     if chosen:
-        flags = run_flags(args, changed, chosen.strategy)
-        command = f"{launcher(args.gpus, limits)} real_model_example.py {shlex.join(flags)}"
+        command = command_of(args, changed, chosen.strategy, limits)
+        flags = as_flags(run_values(args, changed, chosen.strategy), DEFAULTS)
         spent = cost.cost_of(args, changed, chosen, flags) if cost.is_planned(args) else None
+    code = EXIT_COMPLETED if chosen and (of_file or not args.config) else EXIT_FAILED
     if args.json:
+        own = {"file": args.config, "strategy": args.strategy, "fits": bool(of_file)}
         answer = {
             "model": args.model,
             "parameters": work.model.total,
             "gpus": args.gpus,
             "cuda_context_bytes": CUDA_CONTEXT,
             "strategies": [as_dict(work, need, limits) for need in needs],
+            **({"config": own} if args.config else {}),
             "recommended": chosen.strategy if chosen else None,
             "command": command,
             **({"cost": cost.as_dict(*spent)} if spent else {}),
         }
         print(json.dumps(answer, indent=2))
-        return EXIT_COMPLETED if chosen else EXIT_FAILED
-    header, size = ("peak", "peak") if args.gpu_memory else ("process", "total")
-    rows = [(n.strategy, in_gb(getattr(n, size)), fits_how(work, n, limits)) for n in needs]
-    print(f"{title(args, work, limits)}\n\n{text_table(rows, ('strategy', header, 'fits'))}")
-    for need in needs if args.explain else ():
-        print(f"\n{explain(need)}")
-    if work.model.unconfirmed:
-        print(f"\n{UNCONFIRMED}")
-    print("\nGB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout.")
-    print(ON_GPU if args.gpu_memory else ON_CPU)
+        return code
+    print(as_text(args, work, limits, needs))
+    if args.config and not of_file:
+        print(f"❌ {args.config}: {args.strategy} does not fit.")
     if chosen is None:
         print(
             "❌ Nothing fits, not even one sequence at a time. Use more GPUs (--solve gpus),\n"
             "   a smaller model, or a shorter --seq_length."
         )
-        return EXIT_FAILED
-    used = getattr(chosen, size) / GB
-    print(f"Use {chosen.strategy}, the simplest strategy that fits ({used:.1f} GB):")
+        return code
+    used = getattr(chosen, "peak" if args.gpu_memory else "total") / GB
+    use = f"Use {chosen.strategy}, the simplest strategy that fits"
+    print(f"{f'{args.config}: {chosen.strategy} fits' if of_file else use} ({used:.1f} GB):")
     print(f"\n    {command}" + (f"\n\n{cost.as_text(*spent)}" if spent else ""))
-    return EXIT_COMPLETED
+    return code
+
+
+def as_text(args: Options, work: Workload, limits: Limits, needs: list[MemoryEstimate]) -> str:
+    """Return the memory estimates of all strategies as a table, with what it leaves out."""
+    header, size = ("peak", "peak") if args.gpu_memory else ("process", "total")
+    rows = [(n.strategy, in_gb(getattr(n, size)), fits_how(work, n, limits)) for n in needs]
+    parts = [f"{title(args, work, limits)}\n\n{text_table(rows, ('strategy', header, 'fits'))}"]
+    parts += [explain(need) for need in needs if args.explain]
+    parts += [UNCONFIRMED] if work.model.unconfirmed else []
+    what = "GB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout."
+    return "\n\n".join([*parts, f"{what}\n{ON_GPU if args.gpu_memory else ON_CPU}"])
 
 
 def title(args: Options, work: Workload, limits: Limits) -> str:
@@ -268,27 +311,41 @@ def launcher(gpus: int, limits: Limits) -> str:
     return "python" if gpus == 1 else f"torchrun --nproc_per_node={gpus}"
 
 
-def run_flags(args: Options, work: Workload, strategy: str) -> list[str]:
-    """Return the flags of real_model_example.py for the workload."""
+def command_of(args: Options, work: Workload, strategy: str, limits: Limits) -> str:
+    """Return the command that runs the workload: with --config, and what differs from its file."""
+    flags, own = [], DEFAULTS
+    if args.config:
+        flags = ["--config", args.config]
+        own = {**args.in_file, "model": name_on_hub(args.in_file["model"])}
+    flags += as_flags(run_values(args, work, strategy), own)
+    return f"{launcher(args.gpus, limits)} real_model_example.py {shlex.join(flags)}"
+
+
+def run_values(args: Options, work: Workload, strategy: str) -> dict[str, Any]:
+    """Return the values of real_model_example.py's flags for the workload, by name."""
     path = Path(args.model)  # a model folder, a file in it, or a name
     folder = path.parent if path.is_file() else path if path.is_dir() else None
-    values = {
+    return {
         "model": folder or args.model,
         "strategy": strategy,
         "batch_size": work.batch_size,
         "seq_length": args.seq_length,
         "precision": args.precision,
-        "gradient_accumulation_steps": work.accumulation if work.accumulation > 1 else None,
-        "optim": args.optim if args.optim != "adamw" else None,
+        "gradient_accumulation_steps": work.accumulation,
+        "optim": args.optim,
         "lora_r": args.lora_r,
         "lora_targets": args.lora_targets,
         "from_scratch": folder is not None and not any((folder / f).exists() for f in WEIGHTS),
         "gradient_checkpointing": work.gradient_checkpointing,
         **{name: getattr(args, name) for name in SAME_SWITCHES},
     }
+
+
+def as_flags(values: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Return the flags of a run that set these values, without those that it has already."""
     flags = []
     for name, value in values.items():
-        if value:
+        if value and str(value) != str(own.get(name)):
             flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return flags
 

@@ -46,16 +46,21 @@ _KEYS = """
     model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads vocab_size max_position_embeddings
     """.split()
+_QWEN_HALF = ("qwen2", 896, 4864, 24, 14, 2, 151936, 32768)
 # Short name, name on the hub, and the values of these keys.
 _ROWS = (
     ("Llama-2-7B", "meta-llama/Llama-2-7b-hf", "llama", 4096, 11008, 32, 32, 32, 32000, 4096),
     ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama", 4096, 14336, 32, 32, 8, 128256, 8192),
     ("Qwen2.5-7B", "Qwen/Qwen2.5-7B", "qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
+    ("Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", *_QWEN_HALF),
+    ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", *_QWEN_HALF),
     ("Mistral-7B", "mistralai/Mistral-7B-v0.1", "mistral", 4096, 14336, 32, 32, 8, 32000, 32768),
 )
+_TIED = ("Qwen2.5-0.5B", "Qwen2.5-0.5B-Instruct")  # the output layer is the embedding
 # Name on the hub -> short name, and these parts of its config.json.
-LARGE_MODELS = {
-    name: (short, dict(zip(_KEYS, config, strict=True))) for short, name, *config in _ROWS
+KNOWN_MODELS = {
+    name: (short, {**dict(zip(_KEYS, row, strict=True)), "tie_word_embeddings": short in _TIED})
+    for short, name, *row in _ROWS
 }
 
 
@@ -183,7 +188,7 @@ def find_architecture(model: str) -> Architecture:
         UserError: the file does not exist or is invalid, or the planner does not support its
             family.
     """
-    known = {**CONFIGS, **{name: config for name, (_, config) in LARGE_MODELS.items()}}
+    known = {**CONFIGS, **{name: config for name, (_, config) in KNOWN_MODELS.items()}}
     if config := known.get(name_on_hub(model)):
         return read_architecture(config, model)
     file = str(Path(model, "config.json")) if Path(model).is_dir() else model
@@ -261,7 +266,7 @@ def read_architecture(config: dict, path: str) -> Architecture:
 
 def name_on_hub(model: str) -> str:
     """Return the full name of a model that is given by its short name; other names unchanged."""
-    for name, (short, _) in LARGE_MODELS.items():
+    for name, (short, _) in KNOWN_MODELS.items():
         if model.lower() in (name.lower(), name.lower().partition("/")[2], short.lower()):
             return name
     return model

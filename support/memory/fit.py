@@ -103,12 +103,11 @@ def fitting_split(
 # ------------------------------------------------------------------------------ a run in progress
 
 
-def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
-    """Describe this run for the memory estimate.
+def check_is_planned(args: Arguments) -> None:
+    """Check that the memory estimate supports a run.
 
     Raises:
-        UserError: the estimate does not support the run: it uses the user's own DeepSpeed
-            file or options of FSDP, or only evaluates.
+        UserError: it uses the user's own DeepSpeed file or options of FSDP, or only evaluates.
     """
     fsdp = replace(args.fsdp, no_shard=False, precision=None)  # --strategy dp, --precision
     if args.ds_config or fsdp != FsdpOptions() or args.eval_only:
@@ -116,6 +115,15 @@ def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
             "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
             "defaults only."
         )
+
+
+def planned_work(args: Arguments, ctx, model: Architecture) -> Workload:
+    """Describe this run for the memory estimate.
+
+    Raises:
+        UserError: the estimate does not support the run (see `check_is_planned`).
+    """
+    check_is_planned(args)
     work = workload_of(args, model, ctx.world_size, ctx.precision, isolates_documents(args))
     device, rank = ctx.device, 0 if ctx.simulated else None
     return replace(work, device=device.type, rank=rank, capability=ctx.capability)

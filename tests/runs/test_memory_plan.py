@@ -5,8 +5,10 @@ import shlex
 from collections import Counter
 
 import pytest
-from conftest import STRATEGIES, finish, slow
+from conftest import PROJECT, STRATEGIES, finish, slow
 from memory_checks import plan, planned
+
+from support.cli.parse import parse_arguments
 
 
 def test_plan_recommends_a_command_that_runs(begin, tmp_path):
@@ -51,6 +53,72 @@ def test_plan_finds_the_command_for_long_sequences():
     assert "--gradient_checkpointing" in found["command"]
     assert [*planned(*args, "--load_in_4bit")["strategies"]] == ["dp", "zero1", "zero2", "offload"]
     assert [*planned(*args, "--optim", "adafactor")["strategies"]] == ["dp"]
+
+
+RUN_FILE = """
+model: llama-2-7b
+training: {batch_size: 4, gradient_accumulation_steps: 2, seq_length: 1024}
+lora_r: 16
+packing: true
+gradient_checkpointing: true
+strategy: zero2
+dataset: chat.jsonl
+max_steps: 100
+"""
+SAME_WORK = [
+    *"--model llama-2-7b --seq_length 1024 --lora_r 16 --gradient_checkpointing".split(),
+    *"--gradient_accumulation_steps 2 --isolate_documents".split(),
+]
+
+
+def test_plan_of_a_run_file_is_that_of_its_flags(tmp_path):
+    """It answers for the file's strategy, and the command line overrides the file."""
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN_FILE)
+    own = planned("--config", file, "--gpu_memory", 24, "--gpus", 2, "--device", "A100")
+    flags = planned(*SAME_WORK, "--gpu_memory", 24, "--gpus", 2)
+    assert own["strategies"] == flags["strategies"]
+    assert (own["recommended"], flags["recommended"]) == ("zero2", "dp")
+    assert own["config"] == {"file": str(file), "strategy": "zero2", "fits": True}
+    assert own["cost"]["steps"] == 100
+    launcher = "torchrun --nproc_per_node=2 real_model_example.py"
+    assert own["command"] == f"{launcher} --config {file}"
+    other = ["--batch_size", "2", "--gradient_accumulation_steps", "1", "--precision", "fp16"]
+    changed = planned("--config", file, "--gpu_memory", 24, *other)
+    assert changed["command"].startswith(f"python real_model_example.py --config {file} ")
+    args = parse_arguments(shlex.split(changed["command"])[2:])
+    found = (args.strategy, args.batch_size, args.gradient_accumulation_steps, args.precision)
+    assert found == ("zero2", 2, 1, "fp16")
+    alike = planned(*SAME_WORK, "--gpu_memory", 24, *other)
+    assert changed["strategies"] == alike["strategies"]
+
+
+def test_a_run_file_that_does_not_fit(tmp_path):
+    """The command changes what must be changed, and the exit code tells a script."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: gpt2-xl\nbatch_size: 8\nseq_length: 1024\nlr: 1e-4\n")
+    args = ["--config", file, "--gpus", 4, "--gpu_memory", 16]
+    code, out = plan(*args)
+    assert code == 1 and f"{file}: dp does not fit" in out
+    found = planned(*args)
+    assert found["config"]["fits"] is False and found["recommended"] != "dp"
+    args = parse_arguments(shlex.split(found["command"])[3:])
+    assert (args.strategy, args.lr) == (found["recommended"], 1e-4)
+    assert args.batch_size * args.gradient_accumulation_steps == 8
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("batch_sise: 2", "run.yaml: unknown argument --batch_sise"),
+        ("deepspeed: DS", "this project's DeepSpeed files"),
+        ("model: gpt2\nseq_length: 2048", "1024"),
+    ],
+)
+def test_a_run_file_that_cannot_be_planned(tmp_path, text, said):
+    (tmp_path / "run.yaml").write_text(text.replace("DS", str(PROJECT / "ds_config_stage2.json")))
+    code, out = plan("--config", tmp_path / "run.yaml", "--gpu_memory", 16)
+    assert code == 2 and said in out
 
 
 def test_plan_reads_other_models_from_the_hub_and_its_cache(hub, tmp_path, monkeypatch):
