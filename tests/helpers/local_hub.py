@@ -19,7 +19,10 @@ from pydoc_data.topics import topics
 from urllib.parse import parse_qs, unquote, urlsplit
 
 GPT2, WIKITEXT = "openai-community/gpt2", "Salesforce/wikitext"
-OLD_NAMES = {"models/gpt2": f"models/{GPT2}", "datasets/wikitext": f"datasets/{WIKITEXT}"}
+OLD_NAMES = {
+    **{"models/gpt2": f"models/{GPT2}", "models/gpt2-xl": f"models/{GPT2}-xl"},
+    "datasets/wikitext": f"datasets/{WIKITEXT}",
+}
 CONFIG = "wikitext-2-raw-v1"
 ARTICLES = {"test": 8, "validation": 12, "train": 40}
 USER, TOKEN = "somebody", "hf_" + "Secret" * 6
@@ -58,19 +61,25 @@ def rows_of(name: str) -> list[str]:
     return ["", f" = {name} = \n", "", *lines[:1], "", " = = More = = \n", "", *lines[1:]]
 
 
-def write_wikitext(folder: Path) -> None:
-    """Save the three splits of ARTICLES as Parquet files, and the README that names them."""
+def write_wikitext(folder: Path, *more: str) -> None:
+    """Save the three splits of ARTICLES as Parquet files, and the README that names them.
+
+    Args:
+        more: configurations besides CONFIG, with the same articles.
+    """
     import pyarrow
     import pyarrow.parquet
 
-    (folder / CONFIG).mkdir(parents=True)
-    names, files = iter(sorted(topics)), []
-    for split, number in ARTICLES.items():
-        rows = [row for _ in range(number) for row in rows_of(next(names))]
-        file = f"{CONFIG}/{split}-00000-of-00001.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), folder / file)
-        files.append(f"  - split: {split}\n    path: {CONFIG}/{split}-*\n")
-    header = f"configs:\n- config_name: {CONFIG}\n  data_files:\n{''.join(files)}"
+    header = "configs:\n"
+    for config in (CONFIG, *more):
+        (folder / config).mkdir(parents=True)
+        names, files = iter(sorted(topics)), []
+        for split, number in ARTICLES.items():
+            rows = [row for _ in range(number) for row in rows_of(next(names))]
+            file = f"{config}/{split}-00000-of-00001.parquet"
+            pyarrow.parquet.write_table(pyarrow.table({"text": rows}), folder / file)
+            files.append(f"  - split: {split}\n    path: {config}/{split}-*\n")
+        header += f"- config_name: {config}\n  data_files:\n{''.join(files)}"
     (folder / "README.md").write_text(f"---\n{header}---\n")
 
 
