@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,6 +70,26 @@ def bar(what: str, total: int | None = None, unit: str = "step", done: int = 0) 
         unit_scale=total is None,
         bar_format=bar_format,
     )
+
+
+@contextlib.contextmanager
+def timer(what: str) -> Iterator[None]:
+    """Show the elapsed time on a terminal, for work that does not report its progress."""
+    with bar(what, unit="") as shown:
+        shown.bar_format = "{desc}, {elapsed}"
+        finished = threading.Event()
+
+        def refresh() -> None:
+            while not finished.wait(1):  # seconds
+                shown.refresh()
+
+        thread = threading.Thread(target=refresh, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            thread.join()
 
 
 def write(text: str, stream=None) -> None:

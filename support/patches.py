@@ -4,11 +4,12 @@ A patch names the version in which the behavior was seen, why it is changed, and
 tests/unit/test_patches.py looks up the names that are replaced in the installed libraries.
 """
 
+import contextlib
 import functools
 import importlib
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def replace_packed_sequence_check(isolate: bool) -> None:
@@ -94,6 +95,40 @@ def quote_library_path() -> None:
     from torch.utils import cpp_extension
 
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+
+
+@contextlib.contextmanager
+def compile_ops_with(headers: str, flags: list[str]) -> Iterator[None]:
+    """DeepSpeed 0.19.8: compile its ops with headers and compiler flags of ours.
+
+    In this context, the compiler looks in our folder before it looks in torch's, and the flags
+    follow DeepSpeed's. DeepSpeed's builders accept neither.
+
+    Remove it when DeepSpeed's sources include only the headers of torch that they need.
+
+    Args:
+        headers: folder with the headers.
+        flags: flags for the C++ compiler.
+    """
+    from torch.utils import cpp_extension
+
+    load = cpp_extension.load
+
+    def load_with(*args, extra_cflags, extra_include_paths, **settings):
+        return load(
+            *args,
+            extra_cflags=[*extra_cflags, *flags],
+            extra_include_paths=[headers, *extra_include_paths],
+            **settings,
+        )
+
+    cpp_extension.load = load_with
+    try:
+        yield
+    finally:
+        cpp_extension.load = load
+        # Otherwise torch adds "_v1" to the name of an op that is compiled again with other flags.
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.clear()
 
 
 def load_compiled_ops(names: list[str], load: Callable) -> None:

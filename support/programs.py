@@ -60,19 +60,30 @@ def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
         return 128 + signal.SIGINT
 
 
-def run_program(command: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
+def run_program(
+    command: list[str],
+    env: dict[str, str] | None = None,
+    on_line: Callable[[str], None] = lambda _: None,
+) -> tuple[int, str]:
     """Run a program to its end; return its exit code and what it printed.
 
     If this process is stopped, so is the program: torchrun forwards SIGTERM to its ranks.
+
+    Args:
+        on_line: is called with each line when the program prints it.
     """
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    lines = []
     with subprocess.Popen(command, env=env, text=True, **pipes) as program:  # type: ignore
         try:
-            output, _ = program.communicate()
+            for line in program.stdout:
+                lines.append(line)
+                on_line(line.rstrip("\n"))
+            program.wait()
         except BaseException:
             program.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.communicate(timeout=END_SECONDS)  # a full pipe would block it
             program.kill()
             raise
-    return program.returncode, output
+    return program.returncode, "".join(lines)

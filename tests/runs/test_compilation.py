@@ -21,30 +21,40 @@ MODULE = """
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "op", nullptr, -1, nullptr};
 extern "C" PyObject* NAME(TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition); }
 """
-# Writes a line for each file that it compiles, and is slow as long as there is a file "slow".
+# Writes a line for each file that it compiles. It is slow as long as there is a file "slow", and
+# rejects our changes of DeepSpeed's command if there is a file "strict".
 COMPILER = """#!/bin/bash
 if [[ " $* " == *" -c "* ]]; then
     echo $$ >> {folder}/compiled
     [[ -e {folder}/slow ]] && sleep 20
+    [[ -e {folder}/strict && " $* " == *" -g0 "* ]] && {{ echo "error: -g0"; exit 1; }}
     exec /usr/bin/c++ "${{@/%*.cpp/{folder}/module.cpp}}" -O0
 fi
 exec /usr/bin/c++ -Wl,--allow-multiple-definition "$@"
 """
 
 
-def test_ops_are_compiled_once_also_after_a_compilation_was_killed(tmp_path, request):
+@pytest.fixture
+def build(tmp_path):
+    """The command that compiles offload's op with the stub, and its environment."""
     (tmp_path / "module.cpp").write_text(MODULE)
-    compiler, compiled = tmp_path / "c++", tmp_path / "compiled"
+    compiler = tmp_path / "c++"
     compiler.write_text(COMPILER.format(folder=tmp_path))
     compiler.chmod(0o755)
     env = {"TORCH_EXTENSIONS_DIR": tmp_path / "extensions", "CXX": compiler}
-    command = [sys.executable, PROJECT / "scripts" / "build_ops.py", "offload"]
+    return [sys.executable, PROJECT / "scripts" / "build_ops.py", "offload"], env
+
+
+def test_ops_are_compiled_once_also_after_a_compilation_was_killed(tmp_path, build, request):
+    command, env = build
+    compiled = tmp_path / "compiled"
     (tmp_path / "slow").touch()
     first = start(command, env)
     request.addfinalizer(first.kill)
     wait_for(compiled.exists, 90, "nothing is compiled")
     first.kill()
-    first.communicate(timeout=30)
+    out, _ = first.communicate(timeout=30)
+    assert "cpu_adam" in out  # printed before it is compiled
     (tmp_path / "slow").unlink()
     out, err = finish(start(command, env), 120)
     assert "cpu_adam: compiled in" in out, out + err
@@ -53,6 +63,14 @@ def test_ops_are_compiled_once_also_after_a_compilation_was_killed(tmp_path, req
     before = compiled.read_text()
     out, _ = finish(start(command, env), 60)
     assert "cpu_adam: already compiled" in out and compiled.read_text() == before
+
+
+def test_an_op_is_compiled_with_deepspeeds_own_command_if_ours_fails(tmp_path, build):
+    (tmp_path / "strict").touch()
+    out, err = finish(start(*build), 120)
+    assert "cpu_adam: compiled in" in out, out + err
+    [folder] = (tmp_path / "extensions").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"cpu_adam.so", ".lock"}
 
 
 def test_a_compiled_op_needs_no_compiler(script, tmp_path):

@@ -1,6 +1,9 @@
-"""An error of a library gets the advice that fits; secrets do not appear in messages."""
+"""An error of a library gets the advice that fits; secrets do not appear in messages; lines of a
+program are shown when it prints them.
+"""
 
 import json
+import sys
 
 import pytest
 from conftest import PROJECT
@@ -14,6 +17,7 @@ from support.errors import (
     same_redacted,
 )
 from support.files.user_files import read_json
+from support.programs import run_program
 
 # Errors that this machine cannot cause, each with a word of the advice that is shown.
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
@@ -167,3 +171,25 @@ def test_out_of_memory_names_the_limit_of_the_shell(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (3 << 30, 3 << 30))
     shown = explain(MemoryError())
     assert "`ulimit -v` limits each process to 3.0 GB" in str(shown) and shown.exit_code == 3
+
+
+def test_lines_of_a_program_arrive_while_it_runs(tmp_path):
+    go, received = tmp_path / "go", []
+    program = f"""
+import pathlib, sys, time
+print("compiling", flush=True)
+end = time.monotonic() + 10
+while not pathlib.Path({str(go)!r}).exists():
+    if time.monotonic() > end:
+        sys.exit("nobody received the line")
+    time.sleep(0.01)
+print("compiled")
+"""
+
+    def receive(line: str) -> None:
+        received.append(line)
+        go.touch()
+
+    code, output = run_program([sys.executable, "-c", program], on_line=receive)
+    assert (code, output) == (0, "compiling\ncompiled\n")
+    assert received == output.splitlines()

@@ -29,6 +29,7 @@ PATCHES = {
     "repeat_keys_and_values": "transformers.integrations.sdpa_attention:use_gqa_in_sdpa",
     "override_collectives": "torch:ops.c10d.allreduce_",
     "quote_library_path": "torch.utils.cpp_extension:TORCH_LIB_PATH",
+    "compile_ops_with": "torch.utils.cpp_extension:JIT_EXTENSION_VERSIONER.entries",
     "load_compiled_ops": "deepspeed.ops.op_builder.builder:OpBuilder.jit_load",
     "skip_shared_memory_op": "deepspeed.comm.torch:build_shm_op",
     "import_muon_uncompiled": "deepspeed.runtime.zero.utils:is_zero_supported_optimizer",
