@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
 import time
@@ -152,7 +153,10 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
                 f"rank 0 on {ranks[0][0]}: use the same code and environment on all hosts."
             )
     ctx.nodes = sum(is_leader for _, _, is_leader in ranks)
-    torch.set_float32_matmul_precision("high")  # use TF32 tensor cores for fp32 where available
+    # Use TF32 tensor cores for fp32 where available. NVIDIA's variable disables them in its
+    # libraries; on a CPU it has no effect of its own, and PyTorch would use the CPU's TF32.
+    tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
     torch.use_deterministic_algorithms(args.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it

@@ -133,11 +133,17 @@ class RecordedRun:
         return sum(p.last - p.first + 1 for p in self.points if p.of == "loss")
 
     @property
+    def in_tf32(self) -> bool:
+        """Return whether fp32 matrices were multiplied in TF32."""
+        # Earlier versions used it on every GPU, and did not record it.
+        allowed = self.results.get("tf32", self.results.get("device") == "cuda")
+        return allowed and self.results.get("precision") == "fp32"
+
+    @property
     def rounding(self) -> Tolerance:
         """Return the entry of TOLERANCES for the precision of the run."""
         precision = self.results.get("precision", "fp32")
-        is_tf32 = precision == "fp32" and self.results.get("device") == "cuda"
-        return TOLERANCES["tf32" if is_tf32 else precision]
+        return TOLERANCES["tf32" if self.in_tf32 else precision]
 
 
 def read_run(path: Path) -> RecordedRun:

@@ -39,6 +39,9 @@ RESULTS: tuple[Column, ...] = (
     ("NVMe\nMB", "nvme_bytes", "{:,.0f}", MB),
     ("tokens/s\n/rank", "tokens_per_second_per_gpu", "{:,.0f}", 1),
 )
+NARROW = 5  # of RESULTS without --wide, and in the rows of a comparison in progress
+# Characters of the columns in these rows, which are printed before the next row is known.
+NAME_WIDTH, STATUS_WIDTH, CELL_WIDTH, TIME_WIDTH = 8, 11, 8, 7
 # The paper (arXiv 1910.02054, section 7) has no gradient accumulation.
 STEP: tuple[Column, ...] = (
     ("sent\nMB/step", "sent_bytes", "{:,.1f}", MB),
@@ -113,14 +116,15 @@ def _run_as_json(run: RecordedRun) -> dict[str, Any]:
 def title(comparison: Comparison) -> str:
     """Describe what was compared in one line: model, ranks, precision, batch, steps."""
     work = comparison.facts
-    if not (comparison.of_strategies and work):
+    if not (comparison.of_strategies and work and comparison.reference):
         return "; ".join(f"{run.name}: {run.place}" for run in comparison.runs)
     ranks = f"{work['world_size']} rank{'s' * (work['world_size'] > 1)}"
     if comparison.simulated:
         ranks = f"rank 0 of {work['simulated_world_size']}, simulated"
+    precision = work["precision"] + " with TF32" * comparison.reference.in_tf32
     return (
         f"{work['model']} ({work['parameters'] / 1e6:.1f}M parameters), {ranks} on a "
-        f"{'GPU' if comparison.on_gpu else 'CPU'}, {work['precision']}, {work['steps']} steps of "
+        f"{'GPU' if comparison.on_gpu else 'CPU'}, {precision}, {work['steps']} steps of "
         f"{work['global_batch_size']} sequences of {work['seq_length']} tokens, micro-batches of "
         f"{work['batch_size']}"
     )

@@ -168,6 +168,7 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "backend": ctx.backend,
         "launcher": ctx.launch.launcher,
         "precision": ctx.precision,
+        "tf32": ctx.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest",
         "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_checkpointing": args.gradient_checkpointing,

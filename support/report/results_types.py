@@ -34,6 +34,7 @@ TYPES: dict[str, Check] = {
     "communication_per_step": dict_of(COLLECTIVE),
     "step_phases_seconds": dict_of(is_number),
     "memory": record({}, categories_bytes_by_rank=list_of(optional(dict_of(optional(is_number))))),
+    "tf32": is_switch,
     "versions": dict_of(is_text),
     "flags": dict_of(either(optional(SIMPLE), list_of(SIMPLE))),
     "run_signature": dict_of(dict_of(optional(SIMPLE))),

@@ -432,6 +432,13 @@ def test_numbers_of_a_gpu(strategies):
     assert "Least GPU memory: offload" in text
 
 
+@pytest.mark.parametrize("facts, tolerance", [({}, 1e-3), ({"tf32": False}, 1e-4)])
+def test_fp32_on_a_gpu_is_tf32_unless_it_was_disabled(strategies, facts, tolerance):
+    gpu = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G"}, **facts}
+    comparison, text = strategies(dp=[dict(gpu)], zero2=[dict(gpu)])
+    assert comparison.tolerance == tolerance and ("fp32 with TF32" in text) == (not facts)
+
+
 # ------------------------------------------------------------------------------- scripts/report.py
 
 HOSTILE = "</title></pre><script>alert(1)</script><img src=//x.y onerror=alert(2)>'\"$\\q$"
