@@ -47,8 +47,8 @@ TOLERANCES = {
     "fp16": Tolerance(5e-3, 5e-2, LASTING_STEPS),
 }
 # The control does the same work as the reference. If its speed differs by more than this share,
-# other load on the machine has changed the speeds.
-LARGEST_SPEED_CHANGE = 0.15
+# other load on the machine has changed the speeds. docs/COMPARISON.md has the measurements.
+LARGEST_SPEED_CHANGE = 0.2
 
 # In torchrun's report of the ranks that exited. The one that was killed need not be the first.
 KILLED = re.compile(r"exitcode\s*: -9 ")
@@ -250,12 +250,16 @@ def numbers_of(results: dict) -> dict[str, Any]:
     if results.get("simulated_world_size"):
         return numbers
     collectives, phases = results.get("communication_per_step"), results["step_phases_seconds"]
-    # The spread of the speed is that of the middle 80 percent of the steps.
-    speed, seconds = float(results["samples_per_second"]), results["step_seconds"]
+    # The median step: in a short run 5 s of other load changed the mean by 9 percent. The spread is
+    # that of the middle 80 percent of the steps.
+    speed, low, high = (
+        results["global_batch_size"] / results["step_seconds"][key]
+        for key in ("median", "p90", "p10")
+    )
     return numbers | {
         "samples_per_second": speed,
-        "samples_per_second_low": speed * min(1.0, seconds["median"] / seconds["p90"]),
-        "samples_per_second_high": speed * max(1.0, seconds["median"] / seconds["p10"]),
+        "samples_per_second_low": low,
+        "samples_per_second_high": high,
         "tokens_per_second_per_gpu": float(results["tokens_per_second_per_gpu"]),
         **{f"{phase}_seconds": phases[phase] for phase in PHASES},
         "step_seconds": sum(phases.values()),
