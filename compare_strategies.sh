@@ -7,8 +7,11 @@
 #
 # bash compare_strategies.sh [MODEL] [arguments]        MODEL: tiny-gpt2 (default), or any other --model
 # The arguments are passed to real_model_example.py, the same for every strategy. Without --max_steps, --epochs or
-# --num_samples a run has 40 steps (tiny-gpt2) or 30 (any other model). Without --gradient_accumulation_steps a step has
+# --num_samples a run has 24 steps (tiny-gpt2) or 30 (any other model). Without --gradient_accumulation_steps a step has
 # four micro-batches, because a fault in their sum would not show otherwise; without --batch_size of one sequence each.
+# tiny-gpt2 is trained in fp32 without TF32 unless a precision is given: there rounding changes the losses least. Other
+# models have the script's --precision. Each run prints its row of the table when it completes. Strategies whose
+# DeepSpeed ops are not compiled yet come last: the ops are compiled between the runs.
 # Environment variables:
 #
 #   STRATEGIES="dp zero2"   the strategies to compare (default: dp zero1 zero2 zero3 offload infinity fsdp)
@@ -115,7 +118,7 @@ arguments=(--dropout 0 --no_eval --no_save --no_export)
 if [[ -n ${SIMULATE_GPUS-} ]]; then
     arguments+=(--simulate_gpus "$SIMULATE_GPUS")
 elif [[ $cap_steps == yes ]]; then
-    arguments+=(--max_steps "$([[ $model == tiny-gpt2 ]] && echo 40 || echo 30)")
+    arguments+=(--max_steps "$([[ $model == tiny-gpt2 ]] && echo 24 || echo 30)")
 fi
 arguments+=("$@")
 # Invalid arguments would fail in every run, so the script checks them once; with infinity if it is compared, because that
@@ -124,15 +127,19 @@ checked=${strategies[0]}
 [[ $named != *" infinity "* ]] || checked=infinity
 in_project 'from support import startup; startup.start(sys.argv[1:])' \
     --model "$model" --strategy "$checked" "${arguments[@]}" || exit 2
-# Four, because sums that are wrong only for the micro-batches in the middle have occurred.
-[[ -n ${SIMULATE_GPUS-} ]] || accumulation=$(in_project '
+# Four micro-batches, because sums that are wrong only for those in the middle have occurred.
+[[ -n ${SIMULATE_GPUS-} ]] || defaults=$(in_project '
 from support.cli.parse import parse_arguments
-given = parse_arguments(sys.argv[1:]).given
-if "gradient_accumulation_steps" not in given:
-    print("" if "batch_size" in given else "--batch_size 1", "--gradient_accumulation_steps 4")
+args = parse_arguments(sys.argv[1:])
+if "gradient_accumulation_steps" not in args.given:
+    print("" if "batch_size" in args.given else "--batch_size 1", "--gradient_accumulation_steps 4")
+if "precision" not in args.given and args.model == "tiny-gpt2":
+    print("--precision fp32")
 ' --model "$model" --strategy "$checked" "${arguments[@]}") || exit 2
-# shellcheck disable=SC2206 # split at blanks
-arguments+=(${accumulation-})
+# shellcheck disable=SC2206 # split at blanks and line ends
+arguments+=(${defaults-})
+environment=()
+[[ ${defaults-} != *fp32* ]] || environment=(NVIDIA_TF32_OVERRIDE=0)
 
 # ------------------------------------------------------------------------------------------ the folder of this comparison
 
@@ -157,7 +164,8 @@ elif [[ -e $runs ]]; then
 fi
 mkdir -p "$runs"
 printf '%s\n' "$configuration" > "$runs/configuration.txt"
-printf '%s\n' "${strategies[@]}" > "$runs/planned.txt"
+device=$([[ $gpus == 0 ]] && echo cpu || echo cuda)
+printf '%s\n' "${strategies[@]}" "$device" ${SIMULATE_GPUS:+simulated} > "$runs/planned.txt"
 
 # ------------------------------------------------------------------------------------------ running
 
@@ -211,9 +219,10 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
         "$python" "${launcher[@]}"
         "$project/real_model_example.py" --model "$model" --output_dir "$folder" "${arguments[@]}" "$@"
     )
-    printf '%q ' "${command[@]}" > "$folder/command.txt"
+    printf '%q ' "${environment[@]}" "${command[@]}" > "$folder/command.txt"
     # timeout gives the run a process group of its own, out of reach of the terminal's Ctrl-C, which is for this script.
-    COMPARISON_RUN=$mark TMPDIR=$scratch timeout --kill-after=10 "$limit" "${command[@]}" > "$folder/log.txt" 2>&1 9>&- &
+    env "${environment[@]}" COMPARISON_RUN="$mark" TMPDIR="$scratch" \
+        timeout --kill-after=10 "$limit" "${command[@]}" > "$folder/log.txt" 2>&1 9>&- &
     await_running $! || code=$?
     for _ in {1..50}; do
         pids=$(survivors "$mark")
@@ -223,34 +232,42 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
         sleep 0.1
     done
     rm -rf "$scratch"
+    local outcome="exit $code" seconds=$((SECONDS - begun))
     if [[ $interrupted != 0 ]]; then
-        echo interrupted > "$folder/outcome.txt"
-    elif [[ $code == 124 || $code == 137 ]] && ((SECONDS - begun >= limit)); then # 137: it had to be killed
-        echo "timeout $limit" > "$folder/outcome.txt"
-    else
-        echo "exit $code" > "$folder/outcome.txt"
+        outcome=interrupted
+    elif [[ $code == 124 || $code == 137 ]] && ((seconds >= limit)); then # 137: it had to be killed
+        outcome="timeout $limit"
     fi
+    printf '%s\n' "$outcome" "$seconds" > "$folder/outcome.txt"
 }
 
 report() { undisturbed "$python" "$project/scripts/compare_runs.py" "$@"; }
 
-number=0 new=0 # new: whether a run was not kept
+compile_ops() { # those of the strategies in `uncompiled`; what cannot be compiled is reported by the runs
+    timeout --kill-after=10 "$limit" "$python" "$project/scripts/build_ops.py" "${uncompiled[@]}" 9>&- &
+    await_running $! || true
+    uncompiled=()
+}
+
+new=0         # whether a run was not kept
 run_and_say() { # as run_once; a completed run is kept under RESUME=1
-    local folder=$runs/$1/$2 begun=$SECONDS line code=0
+    local folder=$runs/$1/$2 row code=0
     [[ $interrupted == 0 ]] || return 0
-    number=$((number + 1))
-    say '[%d/%d] %-9s' "$number" "$total" "$1"
     if [[ ${RESUME-0} == 1 && -d $folder ]]; then
-        line=$(report --status "$folder") || code=$?
+        row=$(report --status "$folder") || code=$?
         if [[ $code == 0 && ($1 != control || $new == 0) ]]; then # the control shows a change of load since then
-            say '%s (kept)\n' "$line"
+            say '%s (kept)\n' "$row"
             return 0
         fi
         [[ $code == 0 || $code == 3 ]] || return 0 # 3: it is not completed
     fi
     new=1
+    [[ " ${uncompiled[*]} " != *" $1 "* ]] || compile_ops
+    [[ $interrupted == 0 ]] || return 0
+    say '%s' "$1" # the first cell of the row
     run_once "$@"
-    say '%s (%d s)\n' "$(report --status "$folder" || true)" $((SECONDS - begun))
+    row=$(report --status "$folder") || true
+    say '%s\n' "${row#"$1"}"
 }
 
 # The control needs a reference, and something to compare with it.
@@ -258,14 +275,23 @@ control=${CONTROL-1}
 [[ -z ${SIMULATE_GPUS-} ]] || control=0
 [[ $named == *" dp "* && ${#strategies[@]} -gt 1 ]] || control=0
 total=$((repeats * ${#strategies[@]} + control))
+# Results first: what needs no compilation runs before it. No compiler runs next to a run, whose speed it would change.
+needing=$(in_project '
+from support.strategies.ops import missing_ops
+from support.tables import STRATEGIES
+print(*(name for name in sys.argv[1:] if missing_ops(STRATEGIES[name])))' "${strategies[@]}") || true
+read -ra uncompiled <<< "$needing"
+order=()
+for strategy in "${strategies[@]}"; do
+    [[ " ${uncompiled[*]} " == *" $strategy "* ]] || order+=("$strategy")
+done
+order+=("${uncompiled[@]}")
 doing="Comparing ${strategies[*]}"
 [[ -z ${SIMULATE_GPUS-} ]] || doing="Simulating the memory of ${SIMULATE_GPUS} ranks under ${strategies[*]}"
-say '%s\n' "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'). The output of a run is in $runs/STRATEGY/1/log.txt."
-# Before the first run: a compiler next to a run would change its speed. What cannot be compiled is reported by the runs.
-timeout --kill-after=10 "$limit" "$python" "$project/scripts/build_ops.py" "${strategies[@]}" 9>&- &
-await_running $! || true
+say '%s\n' "$doing on $ranks $([[ $gpus == 0 ]] && echo 'CPU process(es)' || echo 'GPU(s)'): $total run(s), with their output in $runs/STRATEGY/1/log.txt."
+say '\n%s\n' "$(report --status "$runs" || true)"
 for ((repeat = 1; repeat <= repeats; repeat++)); do # in turn, so that a machine that slows down does so for all
-    for strategy in "${strategies[@]}"; do
+    for strategy in "${order[@]}"; do
         run_and_say "$strategy" "$repeat" --strategy "$strategy"
     done
 done

@@ -26,7 +26,6 @@ from support import process, programs
 from support.cli import argument_types as kinds
 from support.errors import EXIT_COMPLETED, UserError, first_line, redact
 from support.files.atomic import write_atomically, write_text
-from support.units import human_bytes, human_rate
 
 EXIT_NOT_COMPLETED = 3
 
@@ -37,7 +36,7 @@ def main() -> int:
     from support.report import compare, comparison_text, metrics_file  # --help must be fast
 
     if args.status:
-        return print_status(compare.read_folder(args.runs[0]))
+        return print_status(args.runs[0])
     if len(args.runs) == 1:
         comparison = compare.read_comparison(args.runs[0], args.tolerance)
         if not comparison.runs:
@@ -85,18 +84,16 @@ def draw(comparison, path: Path) -> None:
     plots.draw(comparison, path)
 
 
-def print_status(run) -> int:
-    """Print the outcome of one run in one line; return the exit code."""
-    if run.status != "completed":
-        print(f"{run.status}: {run.reason}")
-        return EXIT_NOT_COMPLETED
-    if run.results["simulated_world_size"]:
-        print(f"completed: {human_bytes(run.numbers['memory_bytes'])}")
-    else:
-        losses = [*run.curve("loss").values()]
-        speed = f"{human_rate(run.numbers['samples_per_second'])} samples/s"
-        print(f"completed: {speed}, loss {losses[0]:.4f} to {losses[-1]:.4f}")
-    return EXIT_COMPLETED
+def print_status(place: Path) -> int:
+    """Print the row of a run, or the header of a comparison's rows; return the exit code."""
+    from support.report import compare, comparison_text
+
+    if (place / "planned.txt").is_file():
+        print(comparison_text.progress_header(compare.planned_of(place)))
+        return EXIT_COMPLETED
+    run = compare.read_row(place)
+    print(redact(comparison_text.progress_row(run, compare.planned_of(place.parent.parent))))
+    return EXIT_COMPLETED if run.status == "completed" else EXIT_NOT_COMPLETED
 
 
 def parse() -> kinds.Options:
@@ -113,7 +110,10 @@ def parse() -> kinds.Options:
     add("--output_dir", type=kinds.path, default=Path(), help=files)
     add("--wide", action="store_true", help="more columns, wider than 80")
     add("--json", action="store_true", help="print JSON instead of text")
-    status = "RUN is a run of compare_strategies.sh: print its status"
+    status = (
+        "RUN is a run of compare_strategies.sh: print its row of the table; of the folder of all "
+    )
+    status += "runs: the header of these rows"
     add("--status", action="store_true", help=status)
     args = parser.parse_args()
     if len(args.runs) == 1 and not args.runs[0].is_dir():

@@ -8,10 +8,24 @@ Rows = Sequence[Sequence[str]]
 
 def text_table(rows: Rows, headers: Sequence[str]) -> str:
     """Return a table for a terminal; a header may have several lines."""
-    lines = list(itertools.zip_longest(*(header.split("\n") for header in headers), fillvalue=""))
+    lines = _header_lines(headers)
     widths = _widths([*([f"{cell}  " for cell in line] for line in lines), *rows])
+    return "\n".join([table_header(headers, widths), *(table_row(row, widths) for row in rows)])
+
+
+def table_header(headers: Sequence[str], widths: Sequence[int]) -> str:
+    """Return the header of a table whose rows are not known yet, with the ruler below it.
+
+    Args:
+        widths: characters of each column.
+    """
     ruler = ["-" * width for width in widths]
-    return "\n".join("  ".join(_padded(row, widths)).rstrip() for row in [*lines, ruler, *rows])
+    return "\n".join(table_row(line, widths) for line in [*_header_lines(headers), ruler])
+
+
+def table_row(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Return one row of a table for a terminal."""
+    return "  ".join(_padded(row, widths)).rstrip()
 
 
 def markdown_table(rows: Rows, headers: Sequence[str]) -> str:
@@ -42,9 +56,14 @@ def replace_section(text: str, name: str, lines: Sequence[str], by: str = "") ->
     return "\n".join([head + begin, "", *lines, "", end + tail])
 
 
+def _header_lines(headers: Sequence[str]) -> Rows:
+    columns = (header.split("\n") for header in headers)
+    return list(itertools.zip_longest(*columns, fillvalue=""))
+
+
 def _widths(rows: Rows) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
-def _padded(row: Sequence[str], widths: list[int]) -> list[str]:
+def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

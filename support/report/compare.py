@@ -80,6 +80,7 @@ class RecordedRun:
     place: Path  # the output folder, or the file of Trainer
     records: list[dict]  # of metrics.jsonl, or Trainer's log_history
     results: dict = field(default_factory=dict)  # results.json; {} for Trainer
+    seconds: int | None = None  # of the whole process, if compare_strategies.sh started it
     # completed, skipped, oom, timeout, failed, interrupted, not run, or as in results.json
     status: str = "completed"
     reason: str = ""  # why the run did not complete
@@ -170,6 +171,7 @@ def read_folder(path: Path) -> RecordedRun:
     run = RecordedRun(path, [], _read_json(path / "results.json"))
     if key := wrong_key(run.results):
         raise UserError(f"{shown(path / 'results.json')} is damaged: the type of {key}.")
+    run.seconds = next((int(line) for line in _outcome(path)[1:] if line.isdigit()), None)
     with contextlib.suppress(OSError):
         run.records, run.unreadable = read_metrics(path / "metrics.jsonl")
     run.status, run.reason = _status(path, run.results)
@@ -185,9 +187,10 @@ def read_folder(path: Path) -> RecordedRun:
 def _status(folder: Path, results: dict) -> tuple[str, str]:
     """Return (status, reason) of a run.
 
-    compare_strategies.sh adds outcome.txt ("exit N", "timeout N" or "interrupted") and log.txt.
+    compare_strategies.sh adds log.txt and outcome.txt: "exit N", "timeout N" or "interrupted", and
+    in the second line the seconds that the run took.
     """
-    outcome, log = _read_text(folder / "outcome.txt").strip(), _read_text(folder / "log.txt")
+    outcome, log = _outcome(folder)[0], _read_text(folder / "log.txt")
     status = results.get("status") or "failed"
     reason = results.get("reason") or last_error(log) or outcome
     if outcome.startswith(("timeout", "interrupted")):
@@ -199,6 +202,11 @@ def _status(folder: Path, results: dict) -> tuple[str, str]:
     if outcome not in ("", "exit 0") and status != "oom":
         return "failed", reason
     return status, "" if status == "completed" else reason
+
+
+def _outcome(folder: Path) -> list[str]:
+    """Return the lines of outcome.txt, at least one."""
+    return _read_text(folder / "outcome.txt").splitlines() or [""]
 
 
 def last_error(log: str) -> str:
@@ -401,10 +409,35 @@ def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
     Args:
         tolerance: replaces the value in TOLERANCES.
     """
-    planned = _read_text(folder / "planned.txt").split()
+    planned = planned_of(folder)
     names = [name for name in STRATEGIES if name in planned or (folder / name).is_dir()]
     *runs, control = [read_strategy(folder / name) for name in (*names, "control")]
     return Comparison(folder.resolve().name, runs, tolerance, True, control)
+
+
+def planned_of(folder: Path) -> list[str]:
+    """Return the words of planned.txt: the strategies, and "cpu", "cuda" and "simulated"."""
+    return _read_text(folder / "planned.txt").split()
+
+
+def read_row(place: Path) -> RecordedRun:
+    """Read one run of a comparison in progress, and compare it with the reference so far.
+
+    The run is not compared while its reference is unknown: that is the first strategy that
+    completes, in the order of STRATEGIES.
+
+    Args:
+        place: <comparison>/<strategy>/<repeat>.
+    """
+    run, folder = read_folder(place), place.parent.parent
+    run.name, run.repeats = place.parent.name, [run]
+    planned = planned_of(folder)
+    first = (read_strategy(folder / name) for name in STRATEGIES if name in planned)
+    reference = next((r for r in first if r.numbers or r.status == "not run"), None)
+    if reference and reference.numbers:
+        runs = [run] if reference.place == run.place else [reference, run]
+        Comparison(folder.name, runs, None, of_strategies=True)
+    return run
 
 
 def read_strategy(folder: Path) -> RecordedRun:

@@ -1,7 +1,7 @@
 """The report on a comparison: tables of numbers and a few sentences; text, Markdown, JSON."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -9,7 +9,7 @@ from support.files.atomic import only_finite
 from support.report.causes import ROUNDING
 from support.report.compare import Comparison, Point, RecordedRun
 from support.report.metrics_file import FILE, unreadable_lines
-from support.text_tables import markdown_table, text_table
+from support.text_tables import markdown_table, table_header, table_row, text_table
 from support.units import GB, MB, human_bytes
 
 WIDTH = 80
@@ -27,6 +27,14 @@ MOST_CAUSES = 3  # that a sentence names
 Table = tuple[list[list[str]], list[str]]  # rows and headers
 Column = tuple[str, str, str, float]  # header, key of a run's numbers, format, unit of the number
 
+MEMORY: tuple[Column, ...] = (
+    ("state\nMB", "memory_bytes", "{:,.1f}", MB),
+    ("plan", "planned_bytes", "{:,.1f}", MB),
+)
+GPU_MEMORY: tuple[Column, ...] = (
+    ("GPU\npeak\nGB", "memory_bytes", "{:,.2f}", GB),
+    ("plan", "planned_bytes", "{:,.2f}", GB),
+)
 RESULTS: tuple[Column, ...] = (
     ("samples\n/s", "samples_per_second", "{:,.1f}", 1),
     ("times\nfirst", "speed", "{:.2f}", 1),
@@ -157,11 +165,8 @@ def command_of(run: RecordedRun) -> str:
 
 def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
     """Return the tables: results, then communication and times, or what differs."""
-    unit, text, name = (MB, "{:,.1f}", "state\nMB")
-    if comparison.on_gpu:
-        unit, text, name = (GB, "{:,.2f}", "GPU\npeak\nGB")
-    memory = ((name, "memory_bytes", text, unit), ("plan", "planned_bytes", text, unit))
-    results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:5]))
+    memory = GPU_MEMORY if comparison.on_gpu else MEMORY
+    results, headers = _table_of(comparison.runs, memory + (RESULTS if wide else RESULTS[:NARROW]))
     for cells, run in zip(results, comparison.runs, strict=True):
         cells.insert(1, run.status.replace("_", " "))
     tables: list[Table] = [(results, [headers[0], "status", *headers[1:]])]
@@ -178,12 +183,54 @@ def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
 def _table_of(runs: list[RecordedRun], columns: tuple[Column, ...]) -> Table:
     """Return a table of the columns that at least one run has."""
     columns = tuple(c for c in columns if any(run.numbers.get(c[1]) is not None for run in runs))
-    rows = [[run.name] for run in runs]
-    for row, run in zip(rows, runs, strict=True):
-        for _, key, text, unit in columns:
-            value = run.numbers.get(key)
-            row.append("—" if value is None else text.format(value / unit))
+    rows = [[run.name, *_cells_of(run, columns)] for run in runs]
     return rows, ["", *(header for header, *_ in columns)]
+
+
+def _cells_of(run: RecordedRun, columns: tuple[Column, ...]) -> list[str]:
+    """Return the numbers of a run as text; "—" for what is not known."""
+    values = [(run.numbers.get(key), text, unit) for _, key, text, unit in columns]
+    return ["—" if value is None else text.format(value / unit) for value, text, unit in values]
+
+
+# ----------------------------------------------------------------- rows of a comparison in progress
+
+
+def progress_header(planned: list[str]) -> str:
+    """Return the header of the rows that are printed as the runs complete.
+
+    Args:
+        planned: see `compare.planned_of`.
+    """
+    headers = [header for header, *_ in _progress_columns(planned)]
+    return table_header(["", "status", *headers, "time"], _progress_widths(headers))
+
+
+def progress_row(run: RecordedRun, planned: list[str]) -> str:
+    """Return the row of a run, and the reason in further lines if it did not complete.
+
+    Args:
+        planned: see `compare.planned_of`.
+    """
+    cells = _cells_of(run, _progress_columns(planned))
+    time = "—" if run.seconds is None else f"{run.seconds:,} s"
+    row = [run.name, run.status.replace("_", " "), *cells, time]
+    line = table_row(row, widths := _progress_widths(cells))
+    reason = "" if run.status == "completed" else run.reason
+    indent = " " * 3
+    width = sum(widths) + 2 * len(widths)
+    return "\n".join(
+        [line, *textwrap.wrap(reason, width, initial_indent=indent, subsequent_indent=indent)]
+    )
+
+
+def _progress_columns(planned: list[str]) -> tuple[Column, ...]:
+    memory = GPU_MEMORY if "cuda" in planned else MEMORY
+    return memory if "simulated" in planned else memory + RESULTS[:NARROW]
+
+
+def _progress_widths(columns: Sequence[object]) -> list[int]:
+    return [NAME_WIDTH, STATUS_WIDTH, *[CELL_WIDTH] * len(columns), TIME_WIDTH]
 
 
 # --------------------------------------------------------------------------------------- sentences

@@ -159,6 +159,32 @@ def test_shell_characters_in_a_model_name_are_passed_literally(compare, stubs, m
     assert call[call.index("--model") + 1] == model and f"--dataset={model}" in call
 
 
+@pytest.mark.parametrize("missing, compiled", [("zero1 offload", ["zero1", "offload"]), ("", [])])
+def test_strategies_that_need_no_compilation_come_first(tmp_path, stubs, missing, compiled):
+    """With all ops compiled in the requested order, and without a compilation."""
+    order = tmp_path / "order"
+    stubs.write(
+        "python",
+        f"""case "$*" in
+        *hardware*) printf '0\\nfacts\\n' ;;
+        *free_port*) echo 1 ;;
+        *missing_ops*) echo {missing} ;;
+        *build_ops.py*|*torch.distributed.run*) echo "$*" >> '{order}' ;;
+        esac""",
+    )
+    asked = ["zero1", "dp", "offload", "fsdp"]
+    env = {"STRATEGIES": " ".join(asked), "CONTROL": "0", "PYTHON": str(stubs.bin / "python")}
+    done = stubs.run(["bash", PROJECT / "compare_strategies.sh"], tmp_path, env | {"REPEATS": "2"})
+    first = [name for name in asked if name not in compiled]
+    assert done.code == 0, done.err
+    lines = [line.split() for line in order.read_text().splitlines()]
+    runs = [line[-1] for line in lines if "--strategy" in line]
+    assert runs == [*first, *compiled] * 2
+    builds = [at for at, line in enumerate(lines) if "--strategy" not in line]
+    assert builds == ([len(first)] if compiled else [])
+    assert all(lines[at][-len(compiled) :] == compiled for at in builds)
+
+
 def test_the_comparison_refuses_other_names_of_what_it_sets(compare, stubs):
     names = [name for flag in ("model", "ds_config", "overwrite") for name in RENAMED[flag]]
     for flag in ["--deepspeed=x", "--fsdp", "--prefetch", *(f"--{name}" for name in names)]:

@@ -118,8 +118,9 @@ def test_all_strategies_do_the_same_work(all_seven, small_gpt2, script):
         assert_close(losses, reference.losses, 1e-2)  # bf16 stays within one percent of fp32
         assert row["planned_bytes"] == pytest.approx(row["memory_bytes"], rel=0.02), name
         # The table, and the exact command.
-        for table in (out, report.with_suffix(".txt").read_text()):
-            assert re.search(rf"^{name} +completed ", table, re.M)
+        for table, times in ((out, 2), (report.with_suffix(".txt").read_text(), 1)):
+            rows_of_it = re.findall(rf"^{name} +completed .* {losses[-1]:.4f} .*$", table, re.M)
+            assert len(rows_of_it) == times  # on the screen as it completes, and in the report
         assert re.search(rf"--precision bf16 .*--strategy {name}$", report.read_text(), re.M)
 
 
@@ -177,8 +178,8 @@ def test_the_control_shows_what_the_comparison_can_see(all_seven, tmp_path):
 
 @pytest.mark.slow
 def test_a_short_comparison_without_matplotlib(tmp_path, compare):
-    """It has the tables and no pictures. By default it accumulates, and it is too short for its
-    control.
+    """It has the tables and no pictures. By default it accumulates in fp32, and it is too short for
+    its control.
     """
     broken = tmp_path / "broken" / "matplotlib" / "__init__.py"
     broken.parent.mkdir(parents=True)
@@ -189,10 +190,22 @@ def test_a_short_comparison_without_matplotlib(tmp_path, compare):
     assert code == 0, out
     work = found["work"]
     assert (work["batch_size"], work["gradient_accumulation_steps"]) == (1, 4)
+    assert work["precision"] == "fp32"
     assert found["same_model"] and found["conclusive"] is False and "✅ Same model" not in out
     assert by_strategy(found)["zero2"]["norm_difference"] < 1e-2
     assert out.count("pip install matplotlib") == 1 and "Traceback" not in out
     assert not [*tmp_path.glob("*.png")] and (tmp_path / "comparison_results_tiny-gpt2.md").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["a flag", "a run file"])
+def test_the_precision_that_is_given_is_kept(tmp_path, compare, by):
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("precision: bf16\n")
+    flags = ["--bf16"] if by == "a flag" else ["--config", run_file]
+    args = [*flags, "--seq_length", "16", "--max_steps", "1"]
+    code, out, found = compare(tmp_path, *args, STRATEGIES="dp")
+    assert code == 0 and found["work"]["precision"] == "bf16", out
 
 
 @pytest.mark.slow
@@ -232,7 +245,7 @@ def test_planted_faults_get_their_status_and_the_others_complete(tmp_path, all_s
     """(all_seven has compiled what DeepSpeed needs, which would count as a hang here, and shows how
     fast this machine is.)
     """
-    limit = 20 + 2 * int(re.search(r"\] dp .*\((\d+) s\)", all_seven[1])[1])
+    limit = 20 + 2 * int(re.search(r"^dp .* (\d+) s$", all_seven[1], re.M)[1])
     project, work = copy_project(tmp_path / "my project"), tmp_path / "results"
     work.mkdir()
     (project / "real_model_example.py").rename(project / "original.py")
@@ -271,7 +284,8 @@ def test_without_libaio_infinity_is_skipped_and_dp_may_be_left_out(
     assert found["reference"] == "zero1" and found["work"]["steps"] == 30
     assert found["same_model"] is None and found["control"] is None  # nothing was compared
     runs = tmp_path / "comparison_runs" / model.replace("/", "_")
-    files = [runs / name / n / "results.json" for n in "12" for name in ("infinity", "zero1")]
+    # infinity would have to be compiled, so the other comes first.
+    files = [runs / name / n / "results.json" for n in "12" for name in ("zero1", "infinity")]
     started = [json.loads(file.read_text())["started_at"] for file in files]
     assert started == sorted(started)
 
@@ -281,6 +295,8 @@ def test_interrupt_stops_the_running_one_and_reports_the_finished(tmp_path):
     runs = tmp_path / "comparison_runs" / "tiny-gpt2"
     (runs / "dp" / "1").mkdir(parents=True)
     (runs / "dp" / "1" / "results.json").write_text("{}")
+    build_ops = PROJECT / "scripts" / "build_ops.py"  # else infinity would be the last one
+    subprocess.run([sys.executable, build_ops, "infinity"], check=True)
     process = start(
         ["bash", PROJECT / "compare_strategies.sh", *SHORT, "--max_steps", "6"],
         cwd=tmp_path,

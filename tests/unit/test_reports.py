@@ -10,8 +10,15 @@ import pytest
 from support.errors import UserError
 from support.report import plots
 from support.report.causes import EFFECT_OF
-from support.report.compare import compare_runs, read_comparison, read_run
-from support.report.comparison_text import as_json, as_markdown, as_text, tables_of
+from support.report.compare import compare_runs, read_comparison, read_row, read_run
+from support.report.comparison_text import (
+    as_json,
+    as_markdown,
+    as_text,
+    progress_header,
+    progress_row,
+    tables_of,
+)
 from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.page import page_of
 
@@ -445,6 +452,70 @@ def test_fp32_on_a_gpu_is_tf32_unless_it_was_disabled(strategies, facts, toleran
     gpu = {"device": "cuda", "hardware": RESULTS["hardware"] | {"gpu": "G"}, **facts}
     comparison, text = strategies(dp=[dict(gpu)], zero2=[dict(gpu)])
     assert comparison.tolerance == tolerance and ("fp32 with TF32" in text) == (not facts)
+
+
+# ----------------------------------------------------------------- rows of a comparison in progress
+
+
+@pytest.fixture
+def progress(tmp_path):
+    """progress(name, change, planned) saves a run that has ended, and returns the header and the
+    row that is printed then, as lists of words.
+    """
+
+    def make(name, change=None, planned="dp zero2 fsdp control cpu"):
+        (tmp_path / "planned.txt").write_text(planned)
+        change = change or {}
+        losses = change.pop("losses", LOSSES)
+        results = RESULTS | {"strategy": "dp" if name == "control" else name} | change
+        place = save(tmp_path / name / "1", results, steps(losses))
+        (place / "outcome.txt").write_text("exit 0\n17\n")
+        row = progress_row(read_row(place), planned.split())
+        header = progress_header(planned.split())
+        ruler = [len(column) for column in header.splitlines()[-1].split("  ")]
+        starts = [sum(ruler[:n]) + 2 * n for n in range(len(ruler))]
+        line, *reason = row.splitlines()
+        cells = [line[start : start + width] for start, width in zip(starts, ruler, strict=True)]
+        headers = [
+            " ".join(part[start : start + width].strip() for part in header.splitlines()[:-1])
+            for start, width in zip(starts, ruler, strict=True)
+        ]
+        assert line == "  ".join(cells).rstrip()  # nothing is wider than its column
+        assert all(len(part) <= 120 for part in [*header.splitlines(), line, *reason])
+        names = [" ".join(name.split()) for name in headers]
+        return dict(zip(names, map(str.strip, cells), strict=True)), " ".join(reason)
+
+    return make
+
+
+def test_a_row_has_the_columns_of_the_final_table(progress, tmp_path):
+    row, _ = progress("dp")
+    final = tables_of(read_comparison(tmp_path), wide=False)[0][1]
+    assert [*row] == [*(" ".join(header.split()) for header in final), "time"]
+    assert row["times first"] == "1.00" and row["loss diff."] == "0.0e+00" and row["time"] == "17 s"
+    row, _ = progress("zero2", at(1.0) | {"losses": [8.0, 7.5, 7.0, 6.5, 6.0, 5.5055]})
+    assert row["times first"] == "0.50" and row["loss diff."] == "1.0e-03"
+    assert (row["samples /s"], row["final loss"]) == ("1.0", "5.5000")
+    row, _ = progress("control", at(2.2) | {"losses": [8.0, 7.5, 7.0, 6.5, 6.0, 5.61]})
+    assert row["times first"] == "1.10" and row["loss diff."] == "2.0e-02"
+
+
+def test_a_row_before_the_reference_has_no_ratios(progress):
+    """offload waited for the compilation of its op, and dp was left out."""
+    row, _ = progress("fsdp", planned="offload fsdp cpu")
+    assert row["samples /s"] == "2.0"
+    assert [row[key] for key in ("times first", "±", "loss diff.")] == ["—"] * 3
+    failed, reason = progress("offload", {"status": "oom", "reason": "too big"}, "offload fsdp cpu")
+    assert (failed["status"], failed["samples /s"], reason.strip()) == ("oom", "—", "too big")
+    row, _ = progress("fsdp", planned="offload fsdp cpu")
+    assert row["times first"] == "1.00"  # the first strategy that completed
+
+
+def test_rows_of_a_simulation_and_of_a_gpu(progress):
+    row, _ = progress("dp", planned="dp zero2 cpu simulated")
+    assert [*row] == ["", "status", "state MB", "plan", "time"]
+    row, _ = progress("dp", {"device": "cuda"}, planned="dp zero2 cuda")
+    assert "GPU peak GB" in row and "state MB" not in row
 
 
 # ------------------------------------------------------------------------------- scripts/report.py
