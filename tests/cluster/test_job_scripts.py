@@ -185,6 +185,28 @@ def test_strategies_that_need_no_compilation_come_first(tmp_path, stubs, missing
     assert all(lines[at][-len(compiled) :] == compiled for at in builds)
 
 
+@pytest.mark.parametrize("default, override", [("--precision fp32", "0"), ("", "")])
+def test_fp32_without_tf32_if_it_is_the_default_of_the_comparison(
+    tmp_path, stubs, default, override
+):
+    stubs.write(
+        "python",
+        f"""case "$*" in
+        *hardware*) printf '0\\nfacts\\n' ;;
+        *free_port*) echo 1 ;;
+        *parse_arguments*) echo {default} ;;
+        *torch.distributed.run*) echo "${{NVIDIA_TF32_OVERRIDE-}} $*" > '{tmp_path}/run' ;;
+        esac""",
+    )
+    env = {"STRATEGIES": "dp", "CONTROL": "0", "PYTHON": str(stubs.bin / "python")}
+    done = stubs.run(["bash", PROJECT / "compare_strategies.sh"], tmp_path, env)
+    assert done.code == 0, done.err
+    found, run = (tmp_path / "run").read_text().split(" ", 1)
+    assert found == override and (default in run)
+    [command] = tmp_path.rglob("command.txt")  # to repeat the run
+    assert command.read_text().startswith("NVIDIA_TF32_OVERRIDE=0 ") == bool(override)
+
+
 def test_the_comparison_refuses_other_names_of_what_it_sets(compare, stubs):
     names = [name for flag in ("model", "ds_config", "overwrite") for name in RENAMED[flag]]
     for flag in ["--deepspeed=x", "--fsdp", "--prefetch", *(f"--{name}" for name in names)]:
