@@ -48,7 +48,7 @@ TOLERANCES = {
 }
 # The control does the same work as the reference. If its speed differs by more than this share,
 # other load on the machine has changed the speeds. docs/COMPARISON.md has the measurements.
-LARGEST_SPEED_CHANGE = 0.2
+LARGEST_SPEED_CHANGE = 0.25
 
 # In torchrun's report of the ranks that exited. The one that was killed need not be the first.
 KILLED = re.compile(r"exitcode\s*: -9 ")
@@ -336,7 +336,8 @@ class Comparison:
         # Whether the control differs, so that the comparison can show a difference of its size.
         self.conclusive = bool(self.control.first) if self.control and self.compared else None
         speed = self.control.numbers["speed"] if self.control else 1.0
-        self.speeds_are_comparable = abs(speed - 1) <= LARGEST_SPEED_CHANGE
+        self.speed_change = abs(speed - 1)  # of the machine, between the reference and the control
+        self.speeds_are_comparable = self.speed_change <= LARGEST_SPEED_CHANGE
 
     @property
     def exit_code(self) -> int:

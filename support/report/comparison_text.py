@@ -336,22 +336,32 @@ def _values(point: Point) -> str:
 
 
 def _speed_and_memory(comparison: Comparison) -> Iterator[str]:
-    """Name the fastest strategy, if the runs had the same load, and that with the least memory."""
-    if not comparison.speeds_are_comparable and comparison.control:
-        yield (
-            "⚠️  The speeds are not comparable: the control does the same work as dp and ran at "
-            f"{comparison.control.numbers['speed']:.2f} times its speed. Other programs may have "
-            "used the machine. Compare again with REPEATS=3."
-        )
+    """Name the fastest strategies, if the runs had the same load, and that with least memory."""
     if runs := [run for run in comparison.runs if run.numbers and not run.first]:
-        fastest = max(runs, key=lambda run: run.numbers["samples_per_second"]).name
         least = min(runs, key=lambda run: run.numbers["memory_bytes"]).name
-        text = f"Fastest: {fastest}. " if comparison.speeds_are_comparable else ""
-        text += (
-            f"Least {'GPU memory' if comparison.on_gpu else 'memory for model states'}: {least}."
-        )
+        memory = "GPU memory" if comparison.on_gpu else "memory for model states"
         one = " One rank cannot show what sharding saves or what communication costs."
-        yield text + (one if comparison.facts["world_size"] == 1 else "")
+        yield _fastest(comparison, runs)
+        yield f"Least {memory}: {least}.{one * (comparison.facts['world_size'] == 1)}"
+
+
+def _fastest(comparison: Comparison, runs: list[RecordedRun]) -> str:
+    """Name the fastest runs; several if the speed of the machine changed by more than theirs."""
+    speeds = {run.name: run.numbers["samples_per_second"] for run in runs}
+    limit = max(speeds.values()) / (1 + comparison.speed_change)
+    fastest = f"Fastest: {', '.join(name for name, speed in speeds.items() if speed >= limit)}."
+    if not comparison.control:
+        return fastest
+    same_work = (
+        "the control does the same work as dp and ran at "
+        f"{comparison.control.numbers['speed']:.2f} times its speed"
+    )
+    if comparison.speeds_are_comparable:
+        return f"{fastest} Smaller differences of speed are not significant: {same_work}."
+    return (
+        f"⚠️  The speeds are not comparable: {same_work}. Other programs may have used the "
+        "machine. Compare again with REPEATS=3."
+    )
 
 
 def _unreadable(comparison: Comparison) -> Iterator[str]:

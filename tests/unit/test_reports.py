@@ -380,7 +380,7 @@ def test_a_run_that_cannot_be_compared_is_left_out(strategies, change, status, r
     assert comparison.exit_code == (status != "skipped") and reason in text
 
 
-@pytest.mark.parametrize("speed, comparable", [(1.7, True), (1.5, False), (4, False)])
+@pytest.mark.parametrize("speed, comparable", [(1.6, True), (1.4, False), (4, False)])
 def test_speeds_under_different_load_are_not_ranked(strategies, speed, comparable):
     """The control does the same work as dp. What slows down a few of its steps does not count."""
     control = [at(speed, low=0.9 * speed) | {"samples_per_second": 0.9 * speed}]
@@ -396,6 +396,13 @@ def test_same_model_is_claimed_only_if_the_control_would_have_differed(strategie
     assert comparison.same_model and comparison.exit_code == 0
     assert (comparison.conclusive, as_json(comparison)["conclusive"]) == (seen, seen)
     assert ("✅ Same model" in text) == (seen is True) and ("✅" in text) == (seen is not False)
+
+
+def test_strategies_are_ranked_only_beyond_the_change_of_the_machine(strategies):
+    """dp and its control differ by 20 percent, so zero2 is as fast as dp, and zero3 is not."""
+    names = {"dp": 2.0, "zero2": 1.7, "zero3": 1.6, "control": 2.4}
+    text = strategies(**{name: [at(speed)] for name, speed in names.items()})[1]
+    assert "Fastest: dp, zero2. " in text and "1.20 times" in text
 
 
 def test_repeats_give_the_median_and_the_spread(strategies):
