@@ -10,7 +10,7 @@ import schema_check
 from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, tracked
 from generate_docs import generated
 
-from support.tables import STRATEGIES
+from support.strategies.table import STRATEGIES
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]
@@ -99,6 +99,8 @@ def stale_diffs(page):
     for block in page.blocks:
         rest = iter(())
         for number, line in enumerate(block.lines, block.line + 1):
+            if block.language == "diff" and line == "--- /dev/null":  # a new file
+                rest = iter(["-- /dev/null"])
             if block.language == "diff" and line.startswith("--- a/"):
                 rest = iter((PROJECT / line.removeprefix("--- a/")).read_text("utf-8").splitlines())
             elif block.language == "diff" and line[:1] in (" ", "-") and line[1:] not in rest:

@@ -1,0 +1,79 @@
+"""The strategies that CONTRIBUTING.md adds: its diffs are applied to a copy of the project."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT, finish, launcher_command, start
+
+FLAGS = """
+    --max_steps 4 --seq_length 64 --batch_size 2 --gradient_accumulation_steps 2 --dropout 0
+    --no_export --no_eval --precision fp32
+    """.split()
+
+
+def apply(diff: str, project: Path) -> None:
+    """Apply a diff without line numbers: the lines with + come after, or before, those with " "."""
+    for part in re.split(r"^(?=--- )", diff, flags=re.MULTILINE)[1:]:
+        old, new, *hunks = part.splitlines()
+        file = project / new.removeprefix("+++ b/")
+        lines = [] if old == "--- /dev/null" else file.read_text().splitlines()
+        place, added = 0, []
+        for line in [*hunks, "@@"]:
+            if line.startswith("+"):
+                added.append(line[1:])
+                continue
+            at = lines.index(line[1:], place) if line.startswith(" ") else place
+            lines[at:at] = added
+            place = at + len(added) + line.startswith(" ")
+            added = []
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project with both examples."""
+    folder = tmp_path_factory.mktemp("copy") / "project"
+    names = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True)
+    for name in names.stdout.splitlines():
+        if name.startswith(("support/", "scripts/", "real_model", "ds_config", "compare_")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, folder / name)
+    text = (PROJECT / "CONTRIBUTING.md").read_text("utf-8")
+    section = text[text.index("## Adding a strategy") : text.index("## Adding a dataset format")]
+    for diff in re.findall(r"```diff\n(.*?)```", section, re.DOTALL):
+        apply(diff, folder)
+    return folder
+
+
+def losses(copy: Path, strategy: str, folder: Path, *flags: str) -> list[float]:
+    """The losses of a run of the copy on two processes."""
+    program = [*launcher_command("torchrun", 2), copy / "real_model_example.py"]
+    command = [*program, "--strategy", strategy, *FLAGS, "--output_dir", folder, *flags]
+    process = start(command, env={"OMP_NUM_THREADS": 1}, cwd=copy)
+    out, err = finish(process, 300)
+    assert process.returncode == 0, out + err
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.slow
+def test_the_examples_train_resume_and_are_planned(copy, tmp_path):
+    reference = losses(copy, "dp", tmp_path / "dp")
+    averaged = losses(copy, "averaged", tmp_path / "averaged", "--save_every", "2")
+    assert averaged == pytest.approx(reference, rel=1e-5)
+    assert losses(copy, "dp_fp16", tmp_path / "fp16") == pytest.approx(reference, rel=1e-4)
+    resume = ["--resume", str(tmp_path / "averaged" / "checkpoints" / "step-00000002")]
+    resumed = losses(copy, "zero3", tmp_path / "zero3", *resume, "--save_every", "1")
+    assert resumed == pytest.approx(reference[2:], rel=1e-5)
+    resume = ["--resume", str(tmp_path / "zero3" / "checkpoints" / "step-00000003")]
+    again = losses(copy, "averaged", tmp_path / "again", *resume)
+    assert again == pytest.approx(reference[3:], rel=1e-5)
+    plan = [sys.executable, "scripts/plan_memory.py", "--model", "gpt2", "--gpus", "2"]
+    planned = subprocess.run(plan, cwd=copy, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^averaged +\d", planned, re.MULTILINE)
