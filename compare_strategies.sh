@@ -30,7 +30,6 @@
 set -euo pipefail
 
 project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-every_strategy="dp zero1 zero2 zero3 offload infinity fsdp"
 
 die() {
     printf '❌ %s\n' "$*" >&2 || true
@@ -68,15 +67,6 @@ for argument in "$@"; do
     esac
 done
 
-# shellcheck disable=SC2206 # split at blanks and line ends
-strategies=(${STRATEGIES-$every_strategy})
-((${#strategies[@]} > 0)) || die "STRATEGIES is empty: name some of $every_strategy, or leave it out."
-named=" "
-for strategy in "${strategies[@]}"; do
-    [[ " $every_strategy " == *" $strategy "* ]] || die "STRATEGIES: $strategy is none of $every_strategy."
-    [[ $named != *" $strategy "* ]] || die "STRATEGIES names $strategy twice: REPEATS=2 repeats them all."
-    named+="$strategy "
-done
 for name in RESUME CONTROL; do
     [[ ${!name-0} == [01] ]] || die "$name=${!name} must be 0 or 1."
 done
@@ -97,6 +87,17 @@ fi
 in_project() { # $1: Python code that may import from the project; the rest are its arguments
     "$python" -c "import sys; sys.path.insert(0, sys.argv.pop(1))"$'\n'"$1" "$project" "${@:2}"
 }
+every_strategy=$(in_project 'from support.strategies.table import STRATEGIES; print(*STRATEGIES)') ||
+    die "Python cannot read the strategies: see above."
+# shellcheck disable=SC2206 # split at blanks and line ends
+strategies=(${STRATEGIES-$every_strategy})
+((${#strategies[@]} > 0)) || die "STRATEGIES is empty: name some of $every_strategy, or leave it out."
+named=" "
+for strategy in "${strategies[@]}"; do
+    [[ " $every_strategy " == *" $strategy "* ]] || die "STRATEGIES: $strategy is none of $every_strategy."
+    [[ $named != *" $strategy "* ]] || die "STRATEGIES names $strategy twice: REPEATS=2 repeats them all."
+    named+="$strategy "
+done
 facts=$(in_project '
 try:
     import torch
@@ -276,10 +277,9 @@ control=${CONTROL-1}
 [[ $named == *" dp "* && ${#strategies[@]} -gt 1 ]] || control=0
 total=$((repeats * ${#strategies[@]} + control))
 # Results first: what needs no compilation runs before it. No compiler runs next to a run, whose speed it would change.
-needing=$(in_project '
-from support.strategies.ops import missing_ops
-from support.tables import STRATEGIES
-print(*(name for name in sys.argv[1:] if missing_ops(STRATEGIES[name])))' "${strategies[@]}") || true
+needing=$(undisturbed in_project '
+from support.strategies.table import STRATEGIES
+print(*(name for name in sys.argv[1:] if STRATEGIES[name].missing_ops()))' "${strategies[@]}")
 read -ra uncompiled <<< "$needing"
 order=()
 for strategy in "${strategies[@]}"; do

@@ -14,7 +14,7 @@ are distributed over the N ranks. What each rank stores, and what the ranks send
     dp        P    G    O     PyTorch DistributedDataParallel: all-reduce of G in the last backward
     zero1     P    G    O/N   DeepSpeed ZeRO stage 1: all-reduce of G in the last backward; each
                               rank updates P/N; then an all-gather of P
-    zero2     P    G/N  O/N   stage 2: as zero1, but reduces G in each backward and keeps a part
+    zero2     P    G/N  O/N   stage 2: as zero1, but each backward reduces G, and a rank keeps G/N
     zero3     P/N  G/N  O/N   stage 3: all-gather of a layer's P before its forward and its
                               backward; reduce-scatter of its G; each rank updates its shards
     offload   P    G/N  O/N   zero2 with G and O in host memory, where CPUs update an fp32 copy of P
@@ -37,12 +37,13 @@ import sys
 from support import startup
 
 if __name__ == "__main__":
-    # Sets environment variables that torch reads when it is imported; a wrong flag ends the run.
+    # Sets environment variables that torch reads when it is imported; stops at an invalid flag.
     ARGS, LAUNCH = startup.start(sys.argv[1:])
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -55,29 +56,70 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
+from support.cluster import process_group
 from support.cluster.context import DistContext
-from support.data import batches as data
-from support.data.opening import open_dataset
-from support.model import resolve as models
+from support.data import batches, opening
+from support.model import resolve
 from support.model.loss import computes_loss
 from support.report.run import Run
-from support.strategies import deepspeed as zero
-from support.strategies import gradients
-from support.tables import STRATEGIES
-from support.train_state import TrainingObjects, TrainState
+from support.strategies import gradients, table
+from support.strategies.deepspeed import setup
+from support.strategies.fsdp import shards
+from support.strategies.objects import TrainingObjects
+from support.train_state import TrainState
 
 
 def main(args: Arguments, launch: startup.Launch) -> None:
-    """Run train() on this rank: this process, or one of those that a launcher has started."""
-    # First torch.cuda.set_device() and dist.init_process_group(). If a rank fails, all ranks end.
-    startup.run_on_all_ranks(train, args, launch)
+    """Run setup_distributed() and train() on this rank; then destroy the process group.
+
+    If a rank fails, all ranks end, and the first error is reported.
+    """
+    startup.run_on_all_ranks(setup_distributed, train, args, launch)
+
+
+def setup_distributed(args: Arguments, launch: startup.Launch) -> DistContext:
+    """Choose the device, wait for all ranks, and initialize the process group.
+
+    This process is one rank: a launcher has started one for each GPU, or for a share of the CPU's
+    cores. A single process also gets a process group, so that there is only one code path.
+
+    Args:
+        launch: rank, local rank and world size, which the launcher has set as environment variables
+            (RANK, LOCAL_RANK, WORLD_SIZE; under Slurm SLURM_PROCID and others).
+    Returns:
+        This rank's place among the ranks, its device, and collectives for Python objects.
+    Raises:
+        TrainingError: a rank did not arrive in time, or its versions of the code or the libraries
+            differ from those of rank 0.
+        UserError: a rank has no GPU of its own, or the ranks have devices of different types.
+    """
+    device = process_group.device_of_rank(launch, may_fail=args.check)  # cuda:<local rank>, or cpu
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # NCCL for GPUs, gloo for CPU processes; in a simulation of ranks, collectives return at once.
+    backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
+    # Key-value stores that all ranks share: for our own messages, and for the process group.
+    store, group_store = process_group.meet_ranks(args, launch, device, backend)
+    ctx = DistContext(launch, device, backend, store)
+    process_group.watch_ranks(ctx, args.hang_seconds)  # from here on a failure ends all ranks
+    options = process_group.group_options(args, ctx)  # backend=; for DeepSpeed also device_id=
+    dist.init_process_group(
+        store=group_store,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        timeout=timedelta(seconds=args.ddp_timeout),
+        **options,
+    )
+    process_group.compare_software(ctx)
+    process_group.configure_torch(args, ctx)  # TF32, --deterministic, --compile
+    return ctx
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
     """Load, wrap, resume, train, evaluate, export and report.
 
     Args:
-        ctx: rank, world size, device, precision and stop signal of this process.
+        ctx: this rank's place among the ranks, its device and precision; see setup_distributed.
     Returns:
         The wrapped model; a DeepSpeed engine must be destroyed before the process ends.
     Raises:
@@ -87,35 +129,63 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     """
     run = Run.open(args, ctx)  # creates <output_dir>, writes results.json
     checkpoint = CheckpointManager.find(args, ctx, run.folder)  # None without --resume
-    spec = models.find_model(args, ctx)  # configuration and tokenizer; the weights come later
+    spec = resolve.find_model(args, ctx)  # configuration and tokenizer; the weights come later
     args = args.replace(seq_length=spec.seq_length(args))
     run.announce_model(args, spec)
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
-    train_data, validation, dataset = open_dataset(args, ctx, spec.tokenizer)
-    run.dataset_ready(args, dataset, train_data)
-    if args.ds_config_dict:  # fill in each "auto", and write <output_dir>/ds_config.json
-        args = zero.configure(args, ctx, spec, run.folder)
-    model = load_model(args, ctx, spec)
-    run.model_loaded(args, spec, dataset)
-    objects = wrap(model, train_data, args, ctx)
+    datasets = prepare_dataset(args, ctx, spec)
+    run.dataset_ready(args, datasets)
+    objects = build(args, ctx, spec, run)
     run.memory.note("wrapped")
 
-    manager = CheckpointManager(args, ctx, run.folder, objects, spec, dataset)
-    # Loads the weights and optimizer states, and returns the counters, which are 0 in a new run.
+    manager = CheckpointManager(args, ctx, run.folder, objects, spec, datasets)
+    # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
-    state = data.train_state(counters, train_data, args, ctx.world_size)
+    state = batches.train_state(counters, datasets.train, args, ctx.world_size)
     if run.was_complete_at(args, state):  # --resume of a completed run
-        run.finish_completed_run(args, manager, state, autocast(objects.model, ctx))
+        run.finish_completed_run(args, manager, state, autocast(objects, ctx))
         return objects.model
-    run.start_training(args, objects, manager, state)
-    eval_loss = train_and_evaluate(objects, (train_data, validation), state, run, args, ctx)
-    run.finish(eval_loss, autocast(objects.model, ctx))
+    run.start_training(args, objects, manager, state)  # from here on the run has the manager
+    eval_loss = train_and_evaluate(objects, datasets, state, run, args, ctx)
+    # Writes results.json. Exports the model to <output_dir>/hf: the ranks send their shards of one
+    # parameter after the other to rank 0. --generate needs autocast.
+    run.finish(eval_loss, autocast(objects, ctx))
     return objects.model
+
+
+def prepare_dataset(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec) -> opening.Datasets:
+    """Tokenize the text, and cut it into sequences of --seq_length tokens.
+
+    One rank of each node tokenizes, unless the tokens are in the cache; all ranks memory-map the
+    token file. Which rank trains on which sequences is decided in split_over_ranks.
+
+    Returns:
+        The training and the validation sequences, and facts for results.json.
+    """
+    if args.streaming:  # reads and tokenizes while training
+        datasets = opening.open_stream(args, ctx, spec.tokenizer)
+    else:
+        datasets = opening.open_tokenized(args, ctx, spec.tokenizer)
+    opening.check_validation(datasets.validation, args)
+    return datasets
+
+
+def build(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run) -> TrainingObjects:
+    """Load the model, shard or wrap it for its strategy, and create the optimizer."""
+    strategy = args.configured_strategy  # the row of --strategy, with its options
+    if args.eval_only and strategy.whole_parameters:  # every rank holds all of P
+        return load_for_evaluation(args, ctx, spec, run)
+    builders: dict[str, Callable[..., TrainingObjects]] = {
+        "ddp": build_ddp,
+        "fsdp": build_fsdp,
+        "deepspeed": build_deepspeed,
+    }
+    return builders[strategy.engine](strategy, args, ctx, spec, run)
 
 
 def train_and_evaluate(
     objects: TrainingObjects,
-    datasets: tuple[Any, Any],
+    datasets: opening.Datasets,
     state: TrainState,
     run: Run,
     args: Arguments,
@@ -124,23 +194,21 @@ def train_and_evaluate(
     """Evaluate if it is due, end if all steps are done, train until the next evaluation; repeat.
 
     Args:
-        datasets: the training sequences and the validation sequences.
         state: the counters: step, samples, epoch, position (the sequences used in this epoch).
     Returns:
         The loss of the last evaluation, or None if there was none.
     """
-    train_data, validation = datasets
-    uses_deepspeed = STRATEGIES[args.strategy].uses_deepspeed
-    train_epoch = train_epoch_deepspeed if uses_deepspeed else train_epoch_ddp
-    # The evaluation comes first in the loop, because a step is saved before it is evaluated: after
-    # a resume its evaluation may be missing.
+    is_deepspeed = objects.strategy.engine == "deepspeed"
+    train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
+    # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
+    # evaluation: after a resume that may be missing.
     due = args.eval_first if state.step == 0 else state.evaluation_is_due
     due = due or args.eval_only
     eval_loss = None
     while True:
-        if due and validation.num_sequences:
+        if due and datasets.validation.num_sequences:
             run.start_evaluation()
-            eval_loss = evaluate(objects.model, validation, args, ctx)
+            eval_loss = evaluate(objects, datasets.validation, args, ctx)
             if eval_loss is None:  # a rank received a stop signal
                 run.preempt()  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
@@ -150,14 +218,15 @@ def train_and_evaluate(
             run.skip_evaluation()  # prints that there are no validation sequences
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        train_epoch(objects, rest_of_epoch(train_data, state, args, ctx), state, run, args, ctx)
+        step_batches = rest_of_epoch(datasets.train, state, args, ctx)
+        train_epoch(objects, step_batches, state, run, args, ctx)
         due = state.evaluation_is_due
 
 
 # ========================================================================= the two training loops
 def train_epoch_ddp(
     objects: TrainingObjects,
-    batches: Iterable[data.StepBatch],
+    step_batches: Iterable[batches.StepBatch],
     state: TrainState,
     run: Run,
     args: Arguments,
@@ -167,7 +236,7 @@ def train_epoch_ddp(
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
     run.start_epoch()
-    for step_batch in batches:  # this rank's share of each global batch
+    for step_batch in step_batches:  # this rank's share of each global batch
         lr = learning_rate(state.step, state.total_steps, args)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
@@ -176,9 +245,9 @@ def train_epoch_ddp(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
             set_gradient_sync(model, is_last)  # the ranks reduce the gradients once per step
-            with autocast(model, ctx):
+            with autocast(objects, ctx):
                 # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
                 loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
             run.meter.mark("forward")
@@ -188,13 +257,13 @@ def train_epoch_ddp(
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
-        run.after_backward()
+        run.after_backward()  # counts the memory; from now on a stop signal waits for the step
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
-        grad_norm = gradients.gradient_norm(model)  # sum of squares over all shards, square root
+        grad_norm = gradients.gradient_norm(model)  # of the whole gradient: FSDP's shards are added
         if args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        # Non-finite loss (or norm, except in fp16): no more updates, and the next log line fails.
-        gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx)
+        # A non-finite loss (or norm, except in fp16) disables all further updates; log_step raises.
+        gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx.simulated)
         scaler.step(optimizer)  # the update; in fp16 all ranks skip it if a gradient overflowed
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -209,7 +278,7 @@ def train_epoch_ddp(
 
 def train_epoch_deepspeed(
     objects: TrainingObjects,
-    batches: Iterable[data.StepBatch],
+    step_batches: Iterable[batches.StepBatch],
     state: TrainState,
     run: Run,
     args: Arguments,
@@ -219,7 +288,7 @@ def train_epoch_deepspeed(
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
     run.start_epoch()
-    for step_batch in batches:
+    for step_batch in step_batches:
         lr = learning_rate(state.step, state.total_steps, args)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
@@ -228,24 +297,25 @@ def train_epoch_deepspeed(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            data.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
             # zero1 reduces the gradients in the last micro-batch only, the others in every one.
             # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
             loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
             run.meter.mark("forward")
             # world_size as in train_epoch_ddp. valid_tokens covers all micro-batches, so the engine
-            # must not divide by their number (scale_wrt_gas).
+            # must not divide by their number (scale_wrt_gas). It scales the loss itself in fp16.
             engine.backward(loss * ctx.world_size, scale_wrt_gas=False)
             run.meter.mark("backward")
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)
         run.after_backward()
-        gradients.block_update_if_not_finite(objects, step_loss, None, ctx)
+        # As in train_epoch_ddp, but the engine computes the norm inside of its step.
+        gradients.block_update_if_not_finite(objects, step_loss, None, ctx.simulated)
         # Norm, clipping, update of this rank's part, all-gather of P (stages 1, 2); clears G.
         engine.step()
-        grad_norm = engine.get_global_grad_norm()
+        grad_norm = engine.get_global_grad_norm()  # before clipping
         run.meter.mark("update")
 
         state.advance()
@@ -256,7 +326,7 @@ def train_epoch_deepspeed(
 
 # ================================================================================ parts of a step
 def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
-    """Return the learning rate of a step: linear warm-up to --lr, then --lr_scheduler.
+    """Return the learning rate of a step: linear warm-up to --lr, then the decay of --lr_scheduler.
 
     Args:
         step: the optimizer step, counted from 0.
@@ -281,8 +351,8 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 def rest_of_epoch(
     train_data: Any, state: TrainState, args: Arguments, ctx: DistContext
-) -> Iterable[data.StepBatch]:
-    """Return this rank's step batches on the device, without sequences used before a resume.
+) -> Iterable[batches.StepBatch]:
+    """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
     Their order depends on the seed and the epoch only.
     """
@@ -290,20 +360,20 @@ def rest_of_epoch(
         return train_data.step_batches(ctx.device)
     order = train_data.epoch_order(args.seed, state.epoch)[state.position :]
     accumulation = args.gradient_accumulation_steps
-    batches = split_over_ranks(train_data, order, args.batch_size, accumulation, ctx)
-    return data.copy_ahead(batches, ctx.device)  # copies the next batch while a GPU computes
+    shares = split_over_ranks(train_data, order, args.batch_size, accumulation, ctx)
+    return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
 
 
 def split_over_ranks(
     sequences: Any, order: np.ndarray, batch_size: int, accumulation: int, ctx: DistContext
-) -> Iterator[data.StepBatch]:
+) -> Iterator[batches.StepBatch]:
     """Yield this rank's micro-batches of each optimizer step.
 
     The order is cut into global batches of batch_size × world_size × accumulation sequences.
     Example, 2 × 2 × 2 = 8: rank 0 computes 0 1 in its first micro-batch and 4 5 in its second, rank
     1 computes 2 3 and 6 7. For the same global batch, the number of ranks changes only which rank
-    computes a sequence. Collectives require as many micro-batches on every rank; rows without a
-    loss fill up short ones.
+    computes a sequence. For the collectives every rank must run the same number of micro-batches;
+    short ones are filled up with rows without a loss.
 
     Yields:
         A StepBatch, whose micro-batches are (inputs, labels, positions), each int64
@@ -317,14 +387,14 @@ def split_over_ranks(
             np.array_split(global_batch[offset : offset + all_ranks], ctx.world_size)
             for offset in range(0, len(global_batch), all_ranks)
         ]
-        yield data.StepBatch(
-            [data.fill_up(sequences, share[ctx.rank], batch_size) for share in shares],
+        yield batches.StepBatch(
+            [batches.fill_up(sequences, share[ctx.rank], batch_size) for share in shares],
             tokens=sum(sequences.tokens(share[ctx.rank]) for share in shares),
         )
 
 
-def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
-    """Count the tokens of one optimizer step over all micro-batches and ranks, in one all-reduce.
+def count_tokens(step_batch: batches.StepBatch, ctx: DistContext) -> torch.Tensor:
+    """Count tokens and stop requests of an optimizer step over all ranks, in one all-reduce.
 
     The loss is divided by the valid tokens of the whole step. Sequences may have different numbers
     of them, so a mean over micro-batches or ranks would weight their tokens differently.
@@ -335,7 +405,7 @@ def count_tokens(step_batch: data.StepBatch, ctx: DistContext) -> torch.Tensor:
     """
     counts = torch.zeros(3, device=ctx.device)
     for _, labels, _ in step_batch.micro_batches:
-        counts[0] += (labels[:, 1:] != data.IGNORED).sum()  # the first token is not predicted
+        counts[0] += (labels[:, 1:] != batches.IGNORED).sum()  # the first token is not predicted
     counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(ctx.stop.requested))
     dist.all_reduce(counts)
@@ -349,24 +419,28 @@ def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=No
     parameters. The inputs, labels and positions are those of a micro-batch, see split_over_ranks.
     """
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
-    targets = F.pad(labels[:, 1:], (0, 1), value=data.IGNORED)  # position i predicts token i + 1
+    targets = F.pad(labels[:, 1:], (0, 1), value=batches.IGNORED)  # position i predicts token i + 1
     options = {} if positions is None else {"position_ids": positions}
-    if computes_loss(model):  # the output layer computes the same loss without storing all logits
-        # Tokens as an integer, because FSDP would convert a float to bf16.
+    if computes_loss(model):
+        # The usual case. spec.load() has replaced the output layer by one that computes the same
+        # loss as the code below, but does not store all logits, the largest tensor of a step:
+        # add_loss and ChunkedLoss in support/model/loss.py. The number of tokens is an integer,
+        # because FSDP would convert a float to bf16.
         return model(inputs, targets=targets, tokens=valid_tokens.long(), **options)
+    # Models whose output layer scales or caps its logits, or has adapters.
     logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
-    losses = F.cross_entropy(logits, targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
+    losses = F.cross_entropy(
+        logits, targets.flatten(), ignore_index=batches.IGNORED, reduction="sum"
+    )
     return losses / valid_tokens
 
 
-def autocast(model: nn.Module, ctx: DistContext) -> torch.autocast:
+def autocast(objects: TrainingObjects, ctx: DistContext) -> torch.autocast:
     """Return the autocast context for 16-bit computation with fp32 weights.
 
     DeepSpeed's engine, and in bf16 FSDP, convert the weights themselves.
     """
-    is_engine = hasattr(model, "set_gradient_accumulation_boundary")
-    is_fsdp_in_bf16 = hasattr(model, "set_requires_gradient_sync") and ctx.precision == "bf16"
-    enabled = ctx.precision != "fp32" and not (is_engine or is_fsdp_in_bf16)
+    enabled = ctx.precision in objects.strategy.autocast_precisions
     return torch.autocast(ctx.device.type, ctx.dtype, enabled=enabled)
 
 
@@ -382,7 +456,7 @@ def set_gradient_sync(model: nn.Module, needed: bool) -> None:
 
 
 def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args: Arguments) -> bool:
-    """Save a checkpoint if one is due; return whether the caller must leave its loop.
+    """Save a checkpoint if one is due; return True if an evaluation is due or the run finished.
 
     Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
     counters of `state` and, with --streaming, the position in the stream. Learning rate, dropout
@@ -394,81 +468,216 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     every_steps = args.save_every and state.step % args.save_every == 0
     if every_steps or (args.save_epochs and state.at_end_of_epoch):
         run.save()  # a collective: every rank calls it
-    if run.manager.stop_requested(stop_requests):  # on a GPU the previous step's, without a wait
+    # On a GPU this reads the count of the previous step, so that the host does not wait.
+    if run.manager.stop_requested(stop_requests):
         run.preempt()  # saves a checkpoint and raises Preempted
     return state.evaluation_is_due or state.finished
 
 
 # ==================================================================================== evaluation
 @torch.no_grad()
-def evaluate(model: nn.Module, validation: Any, args: Arguments, ctx: DistContext) -> float | None:
+def evaluate(
+    objects: TrainingObjects, validation: opening.Sequences, args: Arguments, ctx: DistContext
+) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
     """
+    model = objects.model
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
     validation = validation.take(args.eval_samples or args.num_samples or validation.num_sequences)
     order = np.arange(validation.num_sequences)
     batch_size = args.eval_batch_size or args.batch_size
-    steps = data.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
-    count = data.steps_of(len(order), batch_size * ctx.world_size)
-    for number, step_batch in enumerate(data.with_bar(steps, "Evaluation", count)):
+    steps = batches.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
+    count = batches.steps_of(len(order), batch_size * ctx.world_size)
+    for number, step_batch in enumerate(batches.with_bar(steps, "Evaluation", count)):
         # Not for each batch, because this check synchronizes the ranks.
         if number % 8 == 0 and ctx.asked_to_stop():
             return None
         [(inputs, labels, positions)] = step_batch.micro_batches
-        with autocast(model, ctx):
+        with autocast(objects, ctx):
             total[0] += next_token_loss(model, inputs, labels, divisor, positions)
-        total[1] += (labels[:, 1:] != data.IGNORED).sum()
+        total[1] += (labels[:, 1:] != batches.IGNORED).sum()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
-# ================================================================ strategies: load, wrap, optimizer
-def load_model(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
-    """Load the weights: a full copy per rank, or shards for zero3, infinity and fsdp."""
-    strategy = STRATEGIES[args.strategy]
-    if strategy.engine == "fsdp":
-        model = shard_with_fsdp(args, ctx, spec)
-    elif strategy.shards_parameters:
-        model = partition_with_zero3(args, ctx, spec)
+# ============================================ strategies: load, shard or wrap, create the optimizer
+def build_ddp(
+    strategy: table.DDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+) -> TrainingObjects:
+    """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
+    model = spec.load(ctx)
+    prepare_forward(model, args, spec)
+    run.model_loaded(args, spec)
+    resolve.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
+    if ctx.world_size > 1:  # a single process has nothing to reduce
+        model = DistributedDataParallel(
+            model,
+            device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
+            # After the reduction the gradients are views of the communication buckets, not a copy.
+            gradient_as_bucket_view=True,
+            # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
+            broadcast_buffers=False,
+        )
+    if ctx.simulated and ctx.world_size > 1:
+        process_group.replace_all_reduce(model)
+    optimizer = create_optimizer(parameter_groups(model, args), args)
+    scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
+    return TrainingObjects(strategy, model, optimizer, scaler)
+
+
+def build_fsdp(
+    strategy: table.FSDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+) -> TrainingObjects:
+    """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
+
+    The model is created on the meta device (shapes only); rank 0 then broadcasts its weights.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    options = strategy.options  # --fsdp, --fsdp_config
+    full_model = spec.load(ctx) if ctx.is_main else None  # on the CPU
+    model = spec.on_meta_device()
+    # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 (default) or bf16.
+    # fp16 is left to autocast, whose 16-bit copies of the weights stay until the backward pass.
+    dtype = torch.bfloat16 if ctx.precision == "bf16" else None
+    reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else torch.float32
+    mp_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    # The mesh of all ranks; HYBRID_SHARD has a second dimension, nodes that hold the same shards.
+    how: dict[str, Any] = {"mesh": ctx.mesh(options.hybrid), "mp_policy": mp_policy}
+    if options.offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
+    layers = shards.layers_to_shard(model, resolve.transformer_blocks(model), options)
+    for layer in layers:  # hooks gather a layer's parameters before it computes
+        fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **how)
+    # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
+    fully_shard(model, **how)
+    if options.forward_prefetch:
+        for layer, next_layer in itertools.pairwise(layers):
+            layer.set_modules_to_forward_prefetch([next_layer])
+    model.to_empty(device="cpu" if options.offload else ctx.device)
+    shards.fill_from_rank0(model, full_model, ctx.device)  # also buffers
+    del full_model
+    prepare_forward(model, args, spec)
+    run.model_loaded(args, spec)
+    # The parameters are shards now, so the optimizer states are shards, too.
+    optimizer = create_optimizer(parameter_groups(model, args), args)
+    device = next(model.parameters()).device  # of the gradients: they may be offloaded
+    scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
+    return TrainingObjects(strategy, model, optimizer, scaler)
+
+
+def build_deepspeed(
+    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+) -> TrainingObjects:
+    """Create the DeepSpeed engine, which owns the optimizer and shards its states.
+
+    Its configuration for zero2 without the sizes of its buckets (<output_dir>/ds_config.json):
+
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
+         "gradient_clipping": 1.0, "bf16": {"enabled": true}, "zero_optimization": {"stage": 2},
+         "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "torch_adam": true, ...}}}
+
+    For zero1 and zero3 "stage" is 1 and 3. offload has stage 2 and "offload_optimizer": {"device":
+    "cpu"}; infinity has stage 3 and {"device": "nvme"} for "offload_optimizer" and "offload_param".
+    With another --optim than AdamW DeepSpeed calls create_optimizer. The loop sets the learning
+    rate.
+    """
+    import deepspeed
+
+    strategy = prepare_deepspeed(strategy, args, ctx, spec, run)
+    if strategy.stage == 3:  # also infinity
+        model = partition_with_zero3(strategy, args, ctx, spec)
     else:
         model = spec.load(ctx)
+    prepare_forward(model, args, spec)
+    run.model_loaded(args, spec)
+    own_optimizer = args.optim != "adamw" and not args.eval_only
+    with setup.quiet(args.verbose):  # moves the model to the device, and wraps the optimizer
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            config=strategy.config,
+            model_parameters=parameter_groups(model, args),
+            optimizer=partial(create_optimizer, args=args) if own_optimizer else None,
+        )
+    return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
+
+
+def prepare_deepspeed(
+    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+) -> table.DeepSpeed:
+    """Compile DeepSpeed's ops, create the NVMe folder, fill in each "auto" of the configuration."""
+    import deepspeed
+
+    nvme_folder = None
+    if strategy.needs_nvme:
+        ranks = 1 if ctx.simulated else ctx.launch.local_world_size
+        for_files = (args.nvme_path, spec.parameters, ranks, ctx.world_size)  # checks their size
+        create = partial(setup.make_nvme_folder, *for_files)
+        nvme_folder = ctx.once_per_node("nvme folder", create)
+    # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
+    ctx.once_per_node("ops", partial(setup.build_ops, strategy, args.quiet, args.verbose))
+    setup.patch_deepspeed(strategy, ctx.device.type)  # loads these ops; avoids waits for a GPU
+    with setup.quiet(args.verbose):
+        deepspeed.init_distributed(dist_backend=ctx.backend)  # uses the existing process group
+    model_sizes = setup.ModelSizes(  # the buckets hold a transformer block
+        spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
+    )
+    strategy = setup.complete(strategy, model_sizes, ctx.precision, ctx.world_size, nvme_folder)
+    if ctx.is_main:
+        setup.write_config(strategy, run.folder)  # <output_dir>/ds_config.json
+    return strategy
+
+
+def partition_with_zero3(
+    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec
+) -> nn.Module:
+    """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
+
+    The weight file is memory-mapped. A rank never stores more than its shards and one parameter.
+    """
+    import deepspeed
+
+    # "auto" is the file's own dtype: a conversion here would copy the whole model.
+    model = spec.load(ctx, dtype="auto")
+    # Not `with zero.Init()`, which would skip transformers' own initialization of new weights.
+    one_by_one = setup.OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
+    with setup.quiet(args.verbose):
+        deepspeed.zero.Init(module=one_by_one, config_dict_or_path=strategy.config)
+    for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
+        buffer.data = buffer.data.to(ctx.device)
+    return model
+
+
+def load_for_evaluation(
+    args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+) -> TrainingObjects:
+    """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
+    model = spec.load(ctx)
+    prepare_forward(model, args, spec)
+    run.model_loaded(args, spec)
+    model.to(ctx.device)
+    return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)
+
+
+# -------------------------------------------------------------------- the same for all strategies
+def prepare_forward(model: nn.Module, args: Arguments, spec: resolve.ModelSpec) -> None:
+    """Apply --gradient_checkpointing and --compile, then remove random weights from the disk."""
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.compile:
-        layers = models.transformer_blocks(model)  # those that are alike share one graph
+        layers = resolve.transformer_blocks(model)  # identical ones share a graph
         if computes_loss(model):
             layers.append(model.get_output_embeddings())
         for layer in layers:
             layer.compile()
     dist.barrier()  # all ranks have read the weights
     if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        spec.remove_drawn_weights()  # the temporary folder of random weights
-    return model
-
-
-def wrap(model: nn.Module, train_data: Any, args: Arguments, ctx: DistContext) -> TrainingObjects:
-    """Wrap the model for its strategy, and create its optimizer and its loss scaler."""
-    strategy = STRATEGIES[args.strategy]
-    optimizer = None
-    if args.eval_only and not strategy.shards_parameters:
-        model.to(ctx.device)  # a full copy needs neither a wrapper nor an optimizer
-    elif strategy.uses_deepspeed:
-        model = initialize_deepspeed(model, args)
-        optimizer = model.optimizer
-    else:
-        if strategy.engine == "ddp":
-            model = wrap_with_ddp(model, args, ctx)
-        # The parameters of a model under FSDP are shards, so the optimizer states are shards, too.
-        optimizer = create_optimizer(parameter_groups(model, args), args)
-    scaling = ctx.precision == "fp16" and not strategy.uses_deepspeed
-    device = next(model.parameters()).device  # of the gradients: FSDP may offload both
-    scaler = gradients.loss_scaler(device, ctx.simulated, enabled=scaling)
-    return TrainingObjects(model, optimizer, scaler, train_data if args.streaming else None)
+        spec.remove_drawn_weights()  # the temporary folder of weights that were drawn from --seed
 
 
 def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
@@ -499,99 +708,6 @@ def create_optimizer(groups: list[dict], args: Arguments) -> torch.optim.Optimiz
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit(groups, lr=args.lr, **adam)
-
-
-# --------------------------------------------------------------------------- PyTorch DDP (dp)
-def wrap_with_ddp(model: nn.Module, args: Arguments, ctx: DistContext) -> nn.Module:
-    """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
-    models.copy_to_device(model, ctx.device)
-    if ctx.world_size == 1:
-        return model
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
-        # After the reduction the gradients are views of the communication buckets, not a copy.
-        gradient_as_bucket_view=True,
-        # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
-        broadcast_buffers=False,
-    )
-    return wrapped
-
-
-# ------------------------------------------------------------------------ PyTorch FSDP2 (fsdp)
-def shard_with_fsdp(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
-    """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
-
-    The model is created on the meta device (shapes only); rank 0 then broadcasts its weights.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    from support.strategies import fsdp
-
-    full_model = spec.load(ctx) if ctx.is_main else None
-    sharded = spec.on_meta_device()
-    # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 (default) or bf16.
-    # fp16 is left to autocast, whose 16-bit copies of the weights stay until the backward pass.
-    dtype = torch.bfloat16 if ctx.precision == "bf16" else None
-    reduce_dtype = torch.bfloat16 if args.fsdp.reduce_in_bf16 else torch.float32
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-    options: dict[str, Any] = {"mesh": ctx.mesh(args.fsdp.hybrid), "mp_policy": precision}
-    if args.fsdp.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-    blocks = fsdp.blocks_to_shard(sharded, args.fsdp)  # the transformer layers
-    for block in blocks:  # hooks gather a block's parameters before it computes, and free them
-        fully_shard(block, reshard_after_forward=args.fsdp.reshard_after_forward, **options)
-    # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
-    fully_shard(sharded, **options)
-    if args.fsdp.forward_prefetch:
-        for block, next_block in itertools.pairwise(blocks):
-            block.set_modules_to_forward_prefetch([next_block])
-    sharded.to_empty(device="cpu" if args.fsdp.offload else ctx.device)
-    fsdp.fill_from_rank0(sharded, full_model, ctx)
-    return sharded
-
-
-# -------------------------------------- DeepSpeed (zero1, zero2, zero3, offload, infinity)
-def partition_with_zero3(args: Arguments, ctx: DistContext, spec: models.ModelSpec) -> nn.Module:
-    """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
-
-    The weight file is memory-mapped. A rank never stores more than its shards and one parameter.
-    """
-    import deepspeed
-
-    # "auto" is the file's own dtype: a conversion here would copy the whole model.
-    model = spec.load(ctx, dtype="auto")
-    one_by_one = zero.OneByOne(model, ctx.dtype)
-    with zero.quiet(args.verbose):
-        deepspeed.zero.Init(module=one_by_one, config_dict_or_path=args.ds_config_dict)
-    for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
-        buffer.data = buffer.data.to(ctx.device)
-    return model
-
-
-def initialize_deepspeed(model: nn.Module, args: Arguments) -> nn.Module:
-    """Create the DeepSpeed engine, which owns the optimizer and shards its states.
-
-    Its configuration is <output_dir>/ds_config.json. The strategies differ in "zero_optimization":
-
-        zero1, zero2, zero3   "stage": 1, 2 or 3
-        offload               "stage": 2, "offload_optimizer": {"device": "cpu"}
-        infinity              "stage": 3, "offload_optimizer", "offload_param": {"device": "nvme"}
-
-    "gradient_clipping" is --max_grad_norm. "optimizer" is AdamW; with any other --optim DeepSpeed
-    calls create_optimizer. There is no "scheduler": the loop sets the learning rate.
-    """
-    import deepspeed
-
-    own_optimizer = args.optim != "adamw" and not args.eval_only
-    with zero.quiet(args.verbose):
-        engine, _, _, _ = deepspeed.initialize(
-            model=model,
-            config=args.ds_config_dict,
-            model_parameters=parameter_groups(model, args),
-            optimizer=partial(create_optimizer, args=args) if own_optimizer else None,
-        )
-    return engine
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ from benchmarks.runner import (
     Runs,
     slug,
 )
-from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
-from support.memory.workload import Workload
+from support.memory.find_architecture import find_architecture
 from support.programs import run_command_line
 from support.report.metrics_file import FILE, read_metrics
 from support.units import GB, MB
+from support.workload.workload import Workload
 
 LIBAIO = Path("/usr/include/libaio.h")
 # Relative tolerance of fp32 losses on a CPU, and on a GPU, which multiplies fp32 matrices in TF32.

@@ -22,20 +22,20 @@ if __name__ == "__main__":
 
 from support.cli import argument_types as kinds
 from support.errors import EXIT_FAILED, MissingRequirement
-from support.strategies import ops, requirements
-from support.tables import STRATEGIES
+from support.strategies.deepspeed import ops, requirements
+from support.strategies.table import STRATEGIES
 
 
 def main() -> None:
     """Read the arguments, and compile what is missing."""
     parser = kinds.Parser.of_script(__doc__)
-    every_op = ops.needed_ops(STRATEGIES["infinity"])
+    every_op = [*dict.fromkeys(op for row in STRATEGIES.values() for op in row.needed_ops())]
     choices = [*STRATEGIES, *every_op]
     parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")
-    names = parser.parse_args().names or ["infinity"]
+    names = parser.parse_args().names or every_op
     if unknown := [name for name in names if name not in choices]:
         parser.error(f"{unknown[0]} is none of {', '.join(choices)}")
-    chosen = {op for name in names if name in STRATEGIES for op in ops.needed_ops(STRATEGIES[name])}
+    chosen = {op for name, row in STRATEGIES.items() if name in names for op in row.needed_ops()}
     wanted = [op for op in every_op if op in chosen | set(names)]
     try:
         requirements.check_builds([op for op in wanted if not ops.is_compiled(op)])

@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,11 +31,11 @@ if __name__ == "__main__":
     process.catch_signals()
 
 from support.cli import argument_types as kinds
-from support.cli.fsdp_config import SHARDING
 from support.cli.parse import parse_arguments
 from support.cluster import setup_files
 from support.errors import TrainingError, UserError, redact
 from support.files.atomic import write_text
+from support.strategies.fsdp.options import SHARDING
 
 COUNT = kinds.whole(1, 100_000)
 PORT = kinds.whole(1024, 65535)
@@ -52,58 +53,74 @@ def build_parser() -> kinds.Parser:
     parser = kinds.Parser.of_script(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
 
-    def command(name: str, summary: str, output: str) -> kinds.Parser:
+    def command(name: str, summary: str, output: str) -> Callable:
         added = commands.add_parser(name, help=summary, allow_abbrev=False)
         said = f"the file to write (default: {output})"
         added.add_argument("--output", type=Path, default=Path(output), help=said)
         switch = "store_true"
         added.add_argument("--force", action=switch, help="replace an existing file")
-        return added
+        return added.add_argument
 
     summary = "a DeepSpeed configuration, for --ds_config"
-    deepspeed = command("deepspeed", summary, "config/ds_config.json").add_argument
-    deepspeed("--zero_stage", type=int, choices=(1, 2, 3), default=2, help="(default: 2)")
-    on_host = "in host memory, or with --nvme_path on NVMe"
-    deepspeed("--offload_optimizer", action="store_true", help=f"optimizer states {on_host}")
-    deepspeed("--offload_param", action="store_true", help=f"parameters {on_host}; stage 3")
-    deepspeed("--nvme_path", metavar="DIR", help="offload to this disk; stage 3")
-    deepspeed("--bf16", action="store_true", help="train in bf16")
-    deepspeed("--fp16", action="store_true", help="train in fp16 with a dynamic loss scale")
-    deepspeed("--batch_size", type=COUNT, help="sequences per GPU in a micro-batch (the run's)")
-
+    add_deepspeed_flags(command("deepspeed", summary, "config/ds_config.json"))
     summary = "an FSDP configuration, for --fsdp_config"
-    fsdp = command("fsdp", summary, "config/fsdp_config.json").add_argument
-    fsdp("--sharding_strategy", choices=tuple(SHARDING), default="FULL_SHARD")
-    precisions = ("BFLOAT16", "FLOAT16", "FLOAT32")
-    fsdp("--mixed_precision", choices=precisions, default="BFLOAT16")
-    said = "parameters, gradients and optimizer states in host memory"
-    fsdp("--offload_params", action="store_true", help=said)
-    said = "class of the layers that are sharded one by one (default: the model's blocks)"
-    fsdp("--layer_class", metavar="NAME", help=said)
-
+    add_fsdp_flags(command("fsdp", summary, "config/fsdp_config.json"))
     summary = "a script that starts a run without a scheduler"
-    launcher = command("launcher", summary, "scripts/run_training.sh").add_argument
-    slurm = command("slurm", "a Slurm batch script", "scripts/slurm_job.sh").add_argument
+    launcher = command("launcher", summary, "scripts/run_training.sh")
+    slurm = command("slurm", "a Slurm batch script", "scripts/slurm_job.sh")
     for add in (launcher, slurm):
         add("--config", metavar="FILE", required=True, help="the run file (YAML) to use")
         add("--num_nodes", type=COUNT, default=1, help="nodes (default: 1)")
         add("--num_gpus_per_node", type=COUNT, default=1, help="ranks per node (default: 1)")
         said = "start with DeepSpeed's launcher; torchrun on several nodes, srun with --requeue"
         add("--use_deepspeed", action="store_true", help=said)
-    launcher("--master_addr", type=word, default="127.0.0.1", help="address of the first node")
-    said = "(default: 29500; torchrun on one node chooses a free one)"
-    launcher("--master_port", type=PORT, help=said)
-    launcher("--node_rank", type=int, default=0, help="index of this node (default: NODE_RANK)")
-    slurm("--time_limit", metavar="HH:MM:SS", default="02:00:00", help="(default: 02:00:00)")
-    slurm("--partition", type=word, help="partition of the job")
-    slurm("--account", type=word, help="account that the job is charged to")
-    slurm("--modules", metavar="NAMES", help="modules to load, separated by spaces or commas")
-    slurm("--venv", metavar="DIR", help="environment (default: the active one, else .venv)")
-    said = "save before the time limit or on preemption, requeue the job, and resume"
-    slurm("--requeue", action="store_true", help=said)
-    said = "time of the signal to save before the limit, with --requeue (default: 120)"
-    slurm("--signal_seconds", type=kinds.whole(1, 65535), default=120, metavar="S", help=said)
+    add_launcher_flags(launcher)
+    add_slurm_flags(slurm)
     return parser
+
+
+def add_deepspeed_flags(add: Callable) -> None:
+    """Add the flags of the DeepSpeed configuration; `add` is a parser's add_argument."""
+    add("--zero_stage", type=int, choices=(1, 2, 3), default=2, help="(default: 2)")
+    on_host = "in host memory, or with --nvme_path on NVMe"
+    add("--offload_optimizer", action="store_true", help=f"optimizer states {on_host}")
+    add("--offload_param", action="store_true", help=f"parameters {on_host}; stage 3")
+    add("--nvme_path", metavar="DIR", help="offload to this disk; stage 3")
+    add("--bf16", action="store_true", help="train in bf16")
+    add("--fp16", action="store_true", help="train in fp16 with a dynamic loss scale")
+    add("--batch_size", type=COUNT, help="sequences per GPU in a micro-batch (the run's)")
+
+
+def add_fsdp_flags(add: Callable) -> None:
+    """Add the flags of the FSDP configuration."""
+    add("--sharding_strategy", choices=tuple(SHARDING), default="FULL_SHARD")
+    precisions = ("BFLOAT16", "FLOAT16", "FLOAT32")
+    add("--mixed_precision", choices=precisions, default="BFLOAT16")
+    said = "parameters, gradients and optimizer states in host memory"
+    add("--offload_params", action="store_true", help=said)
+    said = "class of the layers that are sharded one by one (default: the model's blocks)"
+    add("--layer_class", metavar="NAME", help=said)
+
+
+def add_launcher_flags(add: Callable) -> None:
+    """Add the flags of a script without a scheduler."""
+    add("--master_addr", type=word, default="127.0.0.1", help="address of the first node")
+    said = "(default: 29500; torchrun on one node chooses a free one)"
+    add("--master_port", type=PORT, help=said)
+    add("--node_rank", type=int, default=0, help="index of this node (default: NODE_RANK)")
+
+
+def add_slurm_flags(add: Callable) -> None:
+    """Add the flags of a Slurm batch script."""
+    add("--time_limit", metavar="HH:MM:SS", default="02:00:00", help="(default: 02:00:00)")
+    add("--partition", type=word, help="partition of the job")
+    add("--account", type=word, help="account that the job is charged to")
+    add("--modules", metavar="NAMES", help="modules to load, separated by spaces or commas")
+    add("--venv", metavar="DIR", help="environment (default: the active one, else .venv)")
+    said = "save before the time limit or on preemption, requeue the job, and resume"
+    add("--requeue", action="store_true", help=said)
+    said = "time of the signal to save before the limit, with --requeue (default: 120)"
+    add("--signal_seconds", type=kinds.whole(1, 65535), default=120, metavar="S", help=said)
 
 
 def main() -> None:

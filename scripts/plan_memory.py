@@ -40,15 +40,16 @@ from support.cli.parse import parse_arguments
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files.weight_files import NAMES as WEIGHTS
 from support.memory import fit
-from support.memory.activations import STEP
-from support.memory.architectures import find_architecture, name_on_hub
-from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all
+from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all, supporting
+from support.memory.find_architecture import find_architecture
 from support.memory.fit import PREFERENCE, Limits
-from support.memory.workload import Workload, workload_of
+from support.optimizers import OPTIMIZERS
 from support.report import cost
-from support.tables import OPTIMIZERS
 from support.text_tables import text_table
 from support.units import GB
+from support.workload.activations import STEP
+from support.workload.architectures import name_on_hub
+from support.workload.workload import Workload, workload_of
 
 SIZE = kinds.positive_float
 MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
@@ -357,7 +358,7 @@ def solve(args: Options, work: Workload, limits: Limits) -> int:
     if args.solve == "gpus":
         search, header = fit.fewest_gpus, "fewest GPUs"
         limits = replace(limits, ranks_per_node=args.gpus_per_node or 8)
-    answers = {name: search(work, name, limits) for name in PREFERENCE if name in work.strategies}
+    answers = {name: search(work, name, limits) for name in PREFERENCE if name in supporting(work)}
     if args.json:
         print(json.dumps({"solve": args.solve, "answers": answers}, indent=2))
     else:

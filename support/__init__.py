@@ -1,14 +1,15 @@
 """The modules behind real_model_example.py, in packages by concern.
 
 startup      from the command line to a process that may import torch
-cli          flags, DeepSpeed and FSDP configurations, run files, checks of paths and of the hub
+cli          flags, run files, checks of paths and of the hub
 cluster      launchers, ranks, rendezvous, failures of ranks, Slurm
 commands     --check, --prefetch, --prove and --show_sample
 data         from --dataset to batches of token ids
 model        model and tokenizer, loss, LoRA, export, generation
-strategies   DeepSpeed's set-up and ops, sharded optimizer states, gradients
+strategies   one folder for each engine: DDP, FSDP, DeepSpeed; gradients
 checkpoints  saving, resuming, the format, conversion
 memory       measured and estimated memory
+workload     what the estimate depends on: the model's dimensions, batches, ranks
 report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
 train_state  counters, best evaluation and early stopping of a run
@@ -16,8 +17,9 @@ errors       exceptions that end a run, exit codes, what library errors mean; se
 entry_points the commands that pip installs
 process      output that cannot fail, signal handlers before the run has its own, versions
 programs     command lines of the scripts, and programs that they run
-tables       strategies, optimizers, and models whose shape is known
-patches      all patches of other libraries
+optimizers   the optimizers of --optim
+tables       models whose shape is known
+patches      patches of torch, transformers and bitsandbytes
 console      lines and progress bars
 text_tables  tables of text
 units        units, and sizes that several packages share

@@ -93,9 +93,9 @@ class StoppedBySignal(KeyboardInterrupt):
 class Preempted(Exception):
     """A stop after a request, with a checkpoint saved; all ranks raise it after the same step."""
 
-    def __init__(self, engine):
+    def __init__(self, model):
         super().__init__()
-        self.engine = engine  # the wrapped model, which the caller must shut down
+        self.model = model  # the wrapped model, which the caller must shut down
 
 
 @dataclass

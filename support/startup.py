@@ -14,7 +14,7 @@ from typing import NoReturn
 from support import console, process
 from support.cli import checks
 from support.cli.arguments import Arguments
-from support.cli.parse import ignored_flags, parse_arguments
+from support.cli.parse import parse_arguments
 from support.cluster import launch as launching
 from support.cluster import restart, tuning
 from support.cluster.launch import Launch
@@ -28,7 +28,8 @@ from support.errors import (
     redact,
 )
 from support.files.user_files import check_readable, read_json
-from support.tables import EMBEDDED_MODEL, OPTIMIZERS
+from support.optimizers import OPTIMIZERS
+from support.tables import EMBEDDED_MODEL
 
 # Files of a model folder that a run reads; a Trainer's checkpoint also has others.
 MODEL_FILES = """
@@ -59,9 +60,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         console.configure(launch.rank, args.quiet, args.verbose)
         if args.print_config:
             print_config(args)
-        for flag in ("prove", "prefetch"):
-            if getattr(args, flag) and launch.world_size > 1:
-                raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
+        refuse_launcher(args, launch)
         tuning.choose_hardware(args.device)
         if args.prove is not None:
             # Before the settings of this process, which the runs of --prove would inherit.
@@ -77,7 +76,7 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
         if not (args.prefetch or args.show_sample):
             check_run(args)
         args = ask_hub(args, launch)
-        for line in ignored_flags(args) if launch.is_main and not args.quiet else ():
+        for line in args.notices if launch.is_main and not args.quiet else ():
             print(f"ℹ️  {line}")
         if args.prefetch:
             from support.commands.prefetch import prefetch  # imports torch
@@ -101,6 +100,13 @@ def prepare_for_failures(verbose: bool) -> None:
     sys.excepthook = lambda _kind, error, _traceback: exit_before_start(error, verbose)
 
 
+def refuse_launcher(args: Arguments, launch: Launch) -> None:
+    """Check that the commands of one process were not started by a launcher."""
+    for flag in ("prove", "prefetch"):
+        if getattr(args, flag) and launch.world_size > 1:
+            raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
+
+
 def print_config(args: Arguments) -> NoReturn:
     """Print the flags as a run file, and exit."""
     from support.cli.run_file import as_yaml
@@ -117,17 +123,19 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     launching.exit_before_start(error, verbose)
 
 
-def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoReturn:
-    """Join the process group, call `train(args, ctx)`, and end all ranks together.
+def run_on_all_ranks(
+    setup_distributed: Callable, train: Callable, args: Arguments, launch: Launch
+) -> NoReturn:
+    """Call `setup_distributed(args, launch)` and `train(args, ctx)`, and end all ranks together.
 
     --check and --show_sample run instead of the training. The process ends with an exit code of
     support/errors.py. An error of one rank ends the others, and is reported once.
 
     Args:
+        setup_distributed: initializes the process group, and returns the DistContext.
         train: returns the wrapped model.
     """
     from support.cluster.failures import MONITOR
-    from support.cluster.process_group import join
     from support.cluster.tuning import choose_precision
     from support.commands import command_of
     from support.model.resolve import configure_transformers
@@ -138,21 +146,20 @@ def run_on_all_ranks(train: Callable, args: Arguments, launch: Launch) -> NoRetu
     if process.RESTARTED in os.environ:
         MONITOR.record = restart.record_end  # until the run opens its folder
     try:
-        ctx = join(args, launch)
+        ctx = setup_distributed(args, launch)
     except BaseException as error:
+        if MONITOR.is_watching:
+            MONITOR.end_failed(error)
         exit_before_start(error, args.verbose)
     try:
-        if args.ds_config and args.ds_config_dict:
-            from support.cli.ds_config import check_with_deepspeed
-
-            check_with_deepspeed(args)  # its keys and values
+        args.configured_strategy.check_options(args.verbose)
         ctx.precision = choose_precision(args.precision, ctx.device)
         if command := command_of(args):
             MONITOR.end_together(None, command(args, ctx))  # does not return
         configure_transformers(args, ctx)
         model = train(args, ctx)
     except Preempted as preempted:
-        MONITOR.end_together(preempted.engine, EXIT_PREEMPTED)
+        MONITOR.end_together(preempted.model, EXIT_PREEMPTED)
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
         MONITOR.end_failed(error)
     MONITOR.end_together(model, EXIT_COMPLETED)

@@ -1,35 +1,14 @@
-"""What a checkpoint saves: the objects with states, the counters, the best evaluation.
-
-Also what is inside the wrappers of DDP, FSDP2 and DeepSpeed; plain objects are unchanged.
-"""
+"""How far training has come: what a checkpoint saves besides tensors."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import FSDPModule
+from typing import Any
 
 # The counters that a checkpoint saves, with their values in a new run.
 NEW_RUN: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "best": None}
 NEW_RUN |= {"training_seconds": 0.0, "first_loss": None, "last_loss": None}
-
-
-@dataclass
-class TrainingObjects:
-    """The objects of a run whose state a checkpoint contains."""
-
-    model: nn.Module  # as wrapped by the strategy: for DeepSpeed the engine
-    optimizer: Any
-    scaler: torch.amp.GradScaler
-    stream: Any  # the training sequences of --streaming, whose position is saved; else None
-    # bool scalar on the device, true after the first non-finite loss or gradient norm: see
-    # `block_update_if_not_finite`.
-    found_inf: torch.Tensor | None = None
 
 
 @dataclass
@@ -105,33 +84,3 @@ class TrainState:
             self.best = {**self.best, "waited": self.best["waited"] + 1}
         patience_is_over = self.patience and self.best and self.best["waited"] >= self.patience
         self.stopped_early = bool(patience_is_over) and self.step < self.total_steps
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP or DeepSpeed's engine."""
-    return getattr(model, "module", model)
-
-
-def base_optimizer(optimizer) -> torch.optim.Optimizer:
-    """Return PyTorch's optimizer inside DeepSpeed's."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Return whether FSDP2 shards the parameters of a module, without an import of FSDP."""
-    return hasattr(module, "set_requires_gradient_sync")
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is distributed over the ranks (FSDP2)."""
-    return hasattr(tensor, "to_local")
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter; one that ZeRO-3 has partitioned is [0]."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

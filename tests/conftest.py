@@ -20,13 +20,15 @@ import pytest
 from packaging.version import Version
 from preloaded import Preloaded
 
+from support.strategies.table import STRATEGIES as ROWS
+
 # Of tests/helpers; their fixtures are for several files.
 pytest_plugins = ["cluster_work", "command_lines", "generated_scripts"]
 
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"
 FAULT = PROJECT / "tests" / "helpers" / "fault.py"
-STRATEGIES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
+STRATEGIES = list(ROWS)
 
 # Work on which strategies and splits are compared. A global batch of 8 sequences on 37: four
 # whole steps, then one of 5 sequences, whose second micro-batch is short by 3. Two epochs make 10
@@ -105,10 +107,7 @@ def compile_ops() -> None:
 
     One worker compiles, on the cores of all, because the others wait for it.
     """
-    from support.strategies.ops import missing_ops
-    from support.tables import STRATEGIES as FACTS
-
-    if missing_ops(FACTS["infinity"]):
+    if ROWS["infinity"].missing_ops():
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         start([sys.executable, PROJECT / "scripts" / "build_ops.py"]).communicate()
@@ -399,7 +398,7 @@ def without_libaio(tmp_path_factory) -> dict:
     """An environment for a run: a compiler that cannot link libaio is what a machine without it
     looks like to DeepSpeed. The other ops are compiled.
     """
-    from support.strategies import ops
+    from support.strategies.deepspeed import ops
 
     folder = tmp_path_factory.mktemp("without")
     without = '#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n'

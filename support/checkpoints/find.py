@@ -10,7 +10,7 @@ from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import UserError, same_redacted
 from support.files.user_files import shown
-from support.tables import OPTIMIZERS
+from support.optimizers import OPTIMIZERS
 
 Found = tuple[Path, dict]  # a checkpoint's folder and its manifest
 

@@ -19,17 +19,18 @@ from safetensors.torch import load_file
 
 from support import console
 from support.checkpoints import format as files
-from support.checkpoints.saving import PieceWriter, sharded_state, write_shards
+from support.checkpoints.saving import PieceWriter, write_shards
 from support.checkpoints.signature import run_signature
 from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
+from support.data.opening import Datasets
 from support.errors import FirstError, OutOfMemory, TrainingError, explain, redact_value
 from support.files import atomic
 from support.files.safetensors_writer import save_file
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
-from support.strategies.optimizer_shards import free_gathered_weights
-from support.train_state import NEW_RUN, TrainingObjects, TrainState, unwrapped
+from support.strategies.objects import TrainingObjects
+from support.train_state import NEW_RUN, TrainState
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 
@@ -43,20 +44,22 @@ class CheckpointManager:
     folder: Path  # the run's output folder; after the initialization its `checkpoints`
     objects: TrainingObjects
     spec: Any  # the ModelSpec
-    dataset: InitVar[dict]  # the dataset's entry in results.json
+    datasets: InitVar[Datasets]
     seconds: list[float] = field(default_factory=list)  # how long training waited for each save
     best_is_loaded: bool = False  # whether `load_best` left the best weights in the model
     _saved_at: int | None = None
     _resumed_at: int = -1  # step of the checkpoint in `folder` that this run continues
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
 
-    def __post_init__(self, dataset: dict) -> None:
+    def __post_init__(self, datasets: Datasets) -> None:
         args, self.folder = self.args, self.folder / "checkpoints"
-        self.model, self.module = self.objects.model, unwrapped(self.objects.model)
-        self.identity = run_signature(args, self.ctx, self.spec, dataset, self.model)
+        self.model, self.module = self.objects.model, self.objects.module
+        # The training sequences of --streaming, whose position is saved.
+        self.stream = datasets.train if args.streaming else None
+        self.identity = run_signature(args, self.ctx, self.spec, datasets.facts, self.module)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
-            self.state = sharded_state(self.module, self.objects.optimizer, self.ctx.device)
+            self.state = self.objects.sharded_state(self.ctx.device)
         if args.load_best_at_end:  # imported before the training, as in export.target_of
             from support.checkpoints import find  # noqa: F401
         self.may_save = self.ctx.shares_output and not (args.eval_only or args.no_save)
@@ -88,8 +91,8 @@ class CheckpointManager:
         self._load_weights(path, manifest)
         counters, objects = manifest["counters"], self.objects
         # An imported checkpoint has no position.
-        if objects.stream is not None and (manifest["stream"] or counters["samples"]):
-            objects.stream.resume(manifest["stream"])
+        if self.stream is not None and (manifest["stream"] or counters["samples"]):
+            self.stream.resume(manifest["stream"])
         gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
         if self.args.load_best_at_end and (best := counters["best"]):
             best_folder = files.step_folder(self.folder, best["step"])
@@ -146,7 +149,7 @@ class CheckpointManager:
             kept = "cannot be used, so the model keeps the last weights"
             console.warn(f"--load_best_at_end: {best_folder} {kept}: {problem}.")
             return
-        free_gathered_weights(self.model)
+        self.objects.free_gathered()
         self._load_weights(best_folder, manifest)
         self.best_is_loaded = True
         console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
@@ -201,7 +204,7 @@ class CheckpointManager:
             "scaling": gradients.scaler_state(objects.scaler, objects.optimizer),
             "identity": redact_value(self.identity),
             "lr_scheduler": {},  # --lr_scheduler depends on the step only
-            "stream": None if objects.stream is None else objects.stream.progress(),
+            "stream": None if self.stream is None else self.stream.progress(),
             "groups": [
                 {key: group[key] for key in GROUP_KEYS if key in group}
                 for group in state.base.param_groups

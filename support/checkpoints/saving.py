@@ -7,24 +7,13 @@ fp32 as `<parameter>@<index of the first element>/<kind>`; the kinds are format.
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from support.checkpoints.format import KINDS, file_entry
 from support.files.safetensors_writer import save_file
-from support.strategies.optimizer_shards import PlainState, ShardedState
+from support.strategies.optimizer_shards import ShardedState
 
 # Size limit of one file of tensors, and the host memory that a save needs on top of training.
 PIECE_FILE_BYTES = 256 << 20
-
-
-def sharded_state(model: nn.Module, optimizer, device: torch.device) -> ShardedState:
-    """Return the masters of this rank of an unwrapped model, in the layout of the strategy."""
-    if not hasattr(optimizer, "optimizer"):
-        return PlainState(model, optimizer, device)
-    from support.strategies.zero_shards import Zero3State, Zero12State
-
-    is_stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    return (Zero3State if is_stage3 else Zero12State)(model, optimizer, device)
 
 
 class PieceWriter:

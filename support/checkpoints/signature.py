@@ -14,7 +14,7 @@ from support.cluster.context import DistContext
 from support.data.chat import rendering_of
 from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
-from support.train_state import full_shape, unwrapped
+from support.strategies.wrapped import full_shape
 
 INFORMATIONAL_FLAGS = """
     strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
@@ -38,9 +38,14 @@ def flags_signature(args: Arguments, world_size: int) -> dict:
     return {"hard": {}, "soft": should_match}
 
 
-def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model) -> dict:
-    """Return the run signature; `dataset` is the dataset's entry in results.json."""
-    shapes = {name: full_shape(p) for name, p in unwrapped(model).named_parameters()}
+def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, module) -> dict:
+    """Return the run signature.
+
+    Args:
+        dataset: the dataset's entry in results.json.
+        module: the model without its wrapper.
+    """
+    shapes = {name: full_shape(p) for name, p in module.named_parameters()}
     must_match = {
         "parameters": spec.parameters,
         "shapes": digest_of(sorted(shapes.items())),
@@ -75,7 +80,7 @@ def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, model)
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
         "precision": ctx.precision,
-        "fsdp_reduce_dtype": "bf16" if args.fsdp.reduce_in_bf16 else None,
+        "fsdp_reduce_dtype": args.configured_strategy.reduce_dtype,
     }
     return {"hard": must_match, "soft": should_match, "told": informational}
 

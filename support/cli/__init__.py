@@ -6,9 +6,6 @@ flags           the parser of all flags, with their names in other trainers
 parse           from the command line to the arguments: defaults, run file, flags
 trainer_flags   flags of other trainers that set ours
 run_file        --config and --print_config: flags in a YAML file
-ds_config       --ds_config: DeepSpeed's configuration, merged with the flags
-buckets         sizes of DeepSpeed's buckets
-fsdp_config     --fsdp_config: FSDP's options
 checks          flags that exclude each other, or need another one; files and folders
 hub             the probe of the Hugging Face hub, and what its caches have
 """

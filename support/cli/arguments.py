@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 from support.cli import argument_types as kinds
 from support.errors import UserError
-from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES, Strategy
+from support.optimizers import OPTIMIZERS
+from support.strategies.strategy import Strategy
+from support.strategies.table import STRATEGIES
+from support.tables import EMBEDDED_MODEL
 
 
 class Dataset(NamedTuple):
@@ -19,25 +22,6 @@ class Dataset(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.weight is None else f"{self.name}:{self.weight}"
-
-
-@dataclass(frozen=True)
-class FsdpOptions:
-    """FSDP's options, from --fsdp and --fsdp_config."""
-
-    # True frees a layer's all-gathered parameters after forward (FULL_SHARD); False keeps them
-    # until backward (SHARD_GRAD_OP), as ZeRO 2 does.
-    reshard_after_forward: bool = True
-    hybrid: bool = False  # shard within a node and replicate across nodes (HYBRID_SHARD)
-    no_shard: bool = False  # NO_SHARD, which is --strategy dp
-    layers: tuple[str, ...] = ()  # class names of the layers to shard; empty: the model's blocks
-    wrap_layers: bool = True  # False shards the whole model as one unit (NO_WRAP)
-    precision: str | None = None  # fsdp_mixed_precision, in the terms of --precision
-    reduce_in_bf16: bool = False  # reduce gradients in bf16 instead of fp32 (fsdp_reduce_dtype)
-    offload: bool = False  # keep parameters, gradients and optimizer states in host memory
-    forward_prefetch: bool = False  # all-gather the next layer while forward computes one
-    words: str = field(default="", compare=False)  # of --fsdp
-    ignored: tuple[str, ...] = ()  # keys of the file without effect
 
 
 def flag(default: Any, kind: Any, metavar: str | None = None, **options) -> Any:
@@ -316,14 +300,14 @@ class Arguments:
     save_strategy: str | None = flag(None, kinds.choice, choices=("no", "steps", "epoch"))
     validation_split_percentage: int | None = flag(None, kinds.whole(1, 99), "N")
     deepspeed: str | bool | None = flag(None, kinds.file_or_switch, "FILE", nargs="?", const="true")
-    fsdp: FsdpOptions = flag(FsdpOptions(), kinds.fsdp_options, "OPTIONS", nargs="?", const="true")
+    fsdp: str | None = flag(None, kinds.fsdp_options, "OPTIONS", nargs="?", const="true")
 
     # Not flags: what was resolved from them.
     given: frozenset[str] = frozenset()  # names on the command line or in the run file
     sources: dict[str, str] = field(default_factory=dict)  # of the values that are not defaults
     mixture: tuple[Dataset, ...] = ()  # several datasets of --dataset, with their weights
-    # DeepSpeed's configuration, in which some values are "auto" until `complete_ds_config`.
-    ds_config_dict: dict[str, Any] | None = None
+    configured_strategy: Strategy = STRATEGIES["dp"]  # that of --strategy, with its options
+    notices: tuple[str, ...] = ()  # lines about what was given and has no effect
     hub_offline: bool = False  # the hub was probed and must not be used
     hub_problem: str | None = None  # with --check: what is missing without the hub
 
@@ -362,19 +346,6 @@ def held_out_share(args: Arguments) -> float | None:
 def isolates_documents(args: Arguments) -> bool:
     """Return whether tokens attend to their own document only."""
     return args.isolate_documents or args.packing
-
-
-def configured_strategy(args: Arguments) -> Strategy:
-    """Return the row of --strategy, with the places that the DeepSpeed file chooses."""
-    row, config = STRATEGIES[args.strategy], args.ds_config_dict
-    if config is None:
-        return row
-    zero, places = config["zero_optimization"], {"cpu": "host", "nvme": "nvme"}
-    optimizer_on, parameters_on = (
-        places.get(str((zero.get(part) or {}).get("device")), "device")
-        for part in ("offload_optimizer", "offload_param")
-    )
-    return replace(row, optimizer_on=optimizer_on, parameters_on=parameters_on)
 
 
 def datasets_of(args: Arguments) -> tuple[Dataset, ...]:

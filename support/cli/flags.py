@@ -156,8 +156,8 @@ def settings_of(args: Arguments) -> dict:
         is_off = value is None or value is False or value == []
         if not is_off or DEFAULTS[name] is True:
             settings[name] = value
-    if args.fsdp.words:
-        settings["fsdp"] = args.fsdp.words
+    if args.fsdp:
+        settings["fsdp"] = args.fsdp
     if args.mixture:
         settings["dataset"] = [str(dataset) for dataset in args.mixture]
     return settings

@@ -4,16 +4,26 @@ import os
 import re
 from typing import Any
 
-from support.cli.arguments import Arguments, Dataset, configured_strategy
+from support.cli.arguments import Arguments, Dataset
 from support.cli.checks import refuse_conflicts
 from support.cli.flags import FLAGS, IGNORED, build_parser
 from support.errors import UserError
 from support.files.user_files import shown
-from support.tables import EMBEDDED_MODEL, OPTIMIZERS, STRATEGIES
+from support.optimizers import OPTIMIZERS
+from support.strategies.strategy import Flags, Resolved
+from support.strategies.table import STRATEGIES
+from support.tables import EMBEDDED_MODEL
 
 # Flags of Trainer and accelerate that set others (see trainer_flags.py).
 SHORTCUTS = {"bf16", "fp16", "use_cpu", "deepspeed", "fsdp"}
 TRAINER_FLAGS = {"do_train", "do_eval", "eval_strategy", "save_strategy"}
+# Flags that most runs do not use, and what uses them.
+USERS = {
+    "ds_config": "the DeepSpeed strategies",
+    "nvme_path": "infinity",
+    "fsdp_config": "fsdp",
+    "logging_dir": "--report_to tensorboard",
+}
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
 
@@ -29,6 +39,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
     datasets, fsdp_words = parse_datasets(flags.pop("dataset", [])), flags.pop("fsdp", [])
     args = Arguments(
         **flags,
+        fsdp=" ".join(fsdp_words) or None,
         dataset=" ".join(map(str, datasets)) or None,  # type: ignore[arg-type]  # set below
         mixture=datasets if len(datasets) > 1 else (),
         given=frozenset({*values, *sources}),
@@ -39,27 +50,40 @@ def parse_arguments(argv: list[str]) -> Arguments:
 
         args = args.set("Trainer's flags", **convert(args))
     refuse_conflicts(args)
-    args = _with_defaults(args)
+    args = _with_strategy(_with_defaults(args))
+    _check_strategy_supports(args)
+    return args
+
+
+def _with_strategy(args: Arguments) -> Arguments:
+    """Resolve the strategy: merge the flags with its file, and note what has no effect."""
     if args.ds_config and "strategy" not in args.given:
-        from support.cli.ds_config import choose_strategy, read_ds_config
+        from support.strategies.deepspeed.options import choose_strategy, read_ds_config
 
         chosen = choose_strategy(read_ds_config(args.ds_config))
         args = args.set(f"{args.ds_config}: zero_optimization", strategy=chosen)
-    if STRATEGIES[args.strategy].uses_deepspeed:
-        from support.cli.ds_config import with_deepspeed
+    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
+    resolved = STRATEGIES[args.strategy].resolve(
+        Flags(vars(args), args.given, parse_value, world_size)
+    )
+    strategy = resolved.strategy
+    if "strategy" in resolved.values:  # the options of one describe another
+        strategy = STRATEGIES[resolved.values["strategy"]]
+    args = args.replace(
+        **resolved.values,
+        sources={**args.sources, **resolved.sources},
+        configured_strategy=strategy,
+    )
+    return args.replace(notices=_notices(args, resolved))
 
-        args = with_deepspeed(args)
-    elif "deepspeed" in args.given and not args.ds_config:
-        raise UserError(
-            f"--deepspeed does not fit --strategy {args.strategy}: give a configuration "
-            "(--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or infinity."
-        )
-    elif args.strategy == "fsdp":
-        from support.cli.fsdp_config import with_fsdp
 
-        args = with_fsdp(args, " ".join(fsdp_words))
-    _check_strategy_supports(args)
-    return args
+def parse_value(name: str, text: str) -> Any:
+    """Return the value of a flag that has one, from its text.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no such value.
+    """
+    return FLAGS[name].metadata["kind"](text)
 
 
 def output_dir_of(argv: list[str]) -> str:
@@ -143,34 +167,25 @@ def _with_defaults(args: Arguments) -> Arguments:
 
 def _check_strategy_supports(args: Arguments) -> None:
     """Check that the strategy supports --optim and --load_in_4bit."""
-    if args.load_in_4bit and STRATEGIES[args.strategy].shards_parameters:
+    strategy = args.configured_strategy
+    if args.load_in_4bit and not strategy.whole_parameters:
         raise UserError(
             f"--load_in_4bit does not work under {args.strategy}, which would have to shard "
             "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
         )
-    if reason := OPTIMIZERS[args.optim].problem(configured_strategy(args)):
+    if reason := strategy.why_not(OPTIMIZERS[args.optim]):
         raise UserError(f"--optim {args.optim} does not work under {args.strategy}: {reason}.")
 
 
-def ignored_flags(args: Arguments) -> list[str]:
+def _notices(args: Arguments, resolved: Resolved) -> tuple[str, ...]:
     """Return lines about what was given and has no effect in this run."""
-    fsdp = args.fsdp
-    uses = {
-        "ds_config": ("the DeepSpeed strategies", args.ds_config_dict is not None),
-        "nvme_path": ("infinity", configured_strategy(args).uses_nvme),
-        "fsdp_config": ("fsdp", args.strategy == "fsdp" or fsdp.no_shard),
-        "logging_dir": ("--report_to tensorboard", "tensorboard" in args.report_to),
-    }
+    used = resolved.used | ({"logging_dir"} if "tensorboard" in args.report_to else set())
     lines = [
         f"--{flag} is used by {users} only: ignored"
-        for flag, (users, is_used) in uses.items()
-        if flag in args.given and getattr(args, flag) is not None and not is_used
+        for flag, users in USERS.items()
+        if flag in args.given and getattr(args, flag) is not None and flag not in used
     ]
-    if fsdp.ignored:
-        options = ", ".join(fsdp.ignored)
-        lines.append(f"{args.fsdp_config}: ignored, as there is no such option: {options}")
-    if fsdp.no_shard:
-        lines.append("NO_SHARD: each rank holds the whole model and reduces in fp32: --strategy dp")
+    lines += resolved.notices
     if ignored := sorted(args.given & {*IGNORED}):
         lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
-    return lines
+    return tuple(lines)

@@ -4,6 +4,7 @@ launch         the launcher and the rank of this process; an error before the ra
 gpus           whether this machine has GPUs, whether torch can use them, and if not, why
 tuning         settings that libraries read when they are imported; the GPU and the precision
 process_group  waiting until all ranks have started, and the backend
+compiler       torch.compile: what it needs of the machine, and its settings
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
 failures       stop signals; the first failure is reported, and every rank exits or restarts
 restart        --auto_micro_batch: the new start of all ranks

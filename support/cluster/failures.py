@@ -119,7 +119,7 @@ class FailureMonitor:
 
     def __init__(self, stop: StopSignal):
         self.stop = stop
-        self.rank, self.ranks = 0, 1  # until `watch`
+        self.rank, self.ranks, self.is_watching = 0, 1, False  # until `watch`
         self.watchdog = Watchdog(self.rank, self.ranks)
         # Records an error, and returns False if another rank has recorded one.
         self.record: Callable[[UserError], bool] = lambda _: True
@@ -141,6 +141,7 @@ class FailureMonitor:
         self.stop.install()
         self.watchdog.start(store, hang_seconds)
         threading.Thread(target=self._watch, daemon=True).start()
+        self.is_watching = True
 
     def _watch(self) -> None:
         """End the process when another rank has failed: the main thread may wait for it."""

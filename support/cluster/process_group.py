@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import time
 import uuid
@@ -19,9 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from support import console
 from support.cli.arguments import Arguments
+from support.cluster.compiler import configure_compiler
 from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
 from support.cluster.hang_report import rank_names
@@ -30,7 +32,6 @@ from support.cluster.tuning import choose_device
 from support.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from support.files.atomic import remove_temporary_folders
 from support.process import code_digest, exit_now, versions
-from support.tables import STRATEGIES
 
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 NOTICE_SECONDS = 10  # after which a line names the ranks that are missing
@@ -62,33 +63,34 @@ class Arrival(NamedTuple):
     device: RankDevice
 
 
-def join(args: Arguments, launch: Launch) -> DistContext:
-    """Wait until all ranks have started, watch them, and initialize the process group.
+def meet_ranks(
+    args: Arguments, launch: Launch, device: torch.device, backend: str
+) -> tuple[dist.Store, dist.Store]:
+    """Wait until all ranks have started; a missing rank is named, and a collective would hang.
 
     Returns:
-        This process among the ranks, with its device.
+        The stores of this start: for messages of the ranks, and for the process group.
     Raises:
         TrainingError: a rank did not arrive in time.
-        UserError: a rank has no GPU of its own or cannot use it, or the ranks have devices of
-            different types.
+        UserError: two ranks have the same GPU, or the ranks have devices of different types.
     """
-    device = device_of_rank(launch, may_fail=args.check)
-    backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
-    own, group = dist.HashStore(), dist.HashStore()  # of a single process: they need no port
-    if launch.world_size > 1 and backend != "fake":
-        seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
-        store = connect(launch, seconds)
-        start = meet(store, launch, seconds, RankDevice.of(device))
-        own = dist.PrefixStore(start, store)
-        # Another connection than the watchdog's: the calls of a connection wait for each other.
-        group = dist.PrefixStore(f"{start}/group", open_store(launch, hosts_it=False))
-    ctx = DistContext(launch, device, backend, own)
-    MONITOR.watch(ctx.rank, ctx.real_world_size, own, args.hang_seconds)
-    try:
-        initialize(args, ctx, group)
-    except BaseException as error:
-        MONITOR.end_failed(error)
-    return ctx
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+        return dist.HashStore(), FakeStore()
+    if launch.world_size == 1:
+        return dist.HashStore(), dist.HashStore()  # they need no port
+    seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
+    store = connect(launch, seconds)
+    start = meet(store, launch, seconds, RankDevice.of(device))
+    # Another connection than the watchdog's: the calls of a connection wait for each other.
+    group = dist.PrefixStore(f"{start}/group", open_store(launch, hosts_it=False))
+    return dist.PrefixStore(start, store), group
+
+
+def watch_ranks(ctx: DistContext, hang_seconds: int) -> None:
+    """Watch the other ranks: if one fails or is killed, this one ends."""
+    MONITOR.watch(ctx.rank, ctx.real_world_size, ctx.store, hang_seconds)
 
 
 def device_of_rank(launch: Launch, may_fail: bool) -> torch.device:
@@ -123,26 +125,12 @@ def single_process(launch: Launch) -> Iterator[DistContext]:
         MONITOR.end_failed(error)
 
 
-def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
-    """Initialize the process group: NCCL for GPUs, gloo for CPU processes.
-
-    A single process also gets a process group, so that there is only one code path. In a simulation
-    collectives of PyTorch's "fake" backend return at once.
+def compare_software(ctx: DistContext) -> None:
+    """Check that all ranks have the same code and libraries, and count the nodes.
 
     Raises:
         TrainingError: a rank has other code or other libraries than rank 0.
     """
-    if ctx.simulated:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-        store = FakeStore()
-    dist.init_process_group(
-        store=store,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        timeout=timedelta(seconds=args.ddp_timeout),
-        **group_options(args, ctx),
-    )
     software = {name: text for name, text in versions().items() if name in SAME_ON_ALL}
     own = (socket.gethostname(), {**software, "code": code_digest()}, ctx.launch.is_node_leader)
     ranks = ctx.all_gather(own)
@@ -153,6 +141,10 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
                 f"rank 0 on {ranks[0][0]}: use the same code and environment on all hosts."
             )
     ctx.nodes = sum(is_leader for _, _, is_leader in ranks)
+
+
+def configure_torch(args: Arguments, ctx: DistContext) -> None:
+    """Set TF32, and what --deterministic and --compile ask for."""
     # Use TF32 tensor cores for fp32 where available. NVIDIA's variable disables them in its
     # libraries; on a CPU it has no effect of its own, and PyTorch would use the CPU's TF32.
     tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
@@ -161,47 +153,19 @@ def initialize(args: Arguments, ctx: DistContext, store: dist.Store) -> None:
     torch.use_deterministic_algorithms(args.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if args.compile:
-        configure_compiler(args, ctx)
+        configure_compiler(ctx.device, args.configured_strategy.hooks_between_layers)
 
 
-def configure_compiler(args: Arguments, ctx: DistContext) -> None:
-    """Set what torch.compile does with the graphs of the blocks and of the output layer."""
-    from torch._dynamo import config as dynamo
-    from torch._inductor import config as inductor
-
-    # Under DDP the graph of a block would be split, to reduce its gradients earlier.
-    dynamo.optimize_ddp = False
-    # Blocks that differ in a number, or compute with and without gradients, need a graph each.
-    # ZeRO-3 keeps the default of 8: DeepSpeed's hooks differ for each layer.
-    if STRATEGIES[args.strategy].stage != 3:
-        dynamo.cache_size_limit = 128  # recompile_limit since torch 2.6
-    if ctx.device.type == "cpu":
-        inductor.fallback_random = True  # dropout drops the same elements as without --compile
-        inductor.disable_padding_cpu = False  # aligned rows, as with ALIGNMENT in loss.py
-
-
-def replace_all_reduce(model: torch.nn.Module) -> None:
+def replace_all_reduce(model: DistributedDataParallel) -> None:
     """Let DDP reduce nothing in a simulation: its reducer fails on the fake backend's result."""
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        model.register_comm_hook(None, noop_hook)
+    model.register_comm_hook(None, noop_hook)
 
 
 def group_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:
     """Return keyword arguments of `dist.init_process_group`: `backend`, and maybe `device_id`."""
     if ctx.backend != "nccl":
         return {"backend": ctx.backend}
-    # FSDP with CPU offload reduces GradScaler's found_inf flag in host memory, which NCCL cannot
-    # do. Gloo only then: it needs a network interface that all hosts reach by name.
-    if STRATEGIES[args.strategy].engine == "fsdp" and args.fsdp.offload:
-        return {"backend": "cpu:gloo,cuda:nccl"}
-    # DeepSpeed clones the group of all ranks. NCCL then splits its communicator instead of creating
-    # another one, if the group is bound to a device. torch 2.6.1 to 2.7.0 may hang (issue 153960).
-    release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:3])
-    if args.ds_config_dict and ctx.world_size > 1 and not (2, 6, 0) < release < (2, 7, 1):
-        return {"backend": "nccl", "device_id": ctx.device}
-    return {"backend": "nccl"}
+    return args.configured_strategy.group_options(ctx.device, ctx.world_size)
 
 
 def connect(launch: Launch, seconds: float) -> dist.Store:

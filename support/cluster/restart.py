@@ -102,9 +102,8 @@ def restart_values(args: Arguments, folder: Path) -> dict:
 
 def continue_restarted(args: Arguments) -> Arguments:
     """Return the arguments with the `restart_values` that started this program."""
-    values, config = json.loads(os.environ[process.RESTARTED]), args.ds_config_dict
-    if config is not None:
-        micro, steps = values["batch_size"], values["gradient_accumulation_steps"]
-        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-        config = {**config, **sizes}
-    return args.replace(**values, ds_config_dict=config)
+    values = json.loads(os.environ[process.RESTARTED])
+    strategy = args.configured_strategy.with_micro_batches(
+        values["batch_size"], values["gradient_accumulation_steps"]
+    )
+    return args.replace(**values, configured_strategy=strategy)

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import warnings
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from support.cluster import gpus
 from support.cluster.launch import Launch
 from support.errors import UserError
+from support.programs import prefer_own_ninja
 from support.units import AMPERE
 
 if TYPE_CHECKING:
@@ -109,16 +109,6 @@ def _environment_of_parent() -> Path:
     return Path(f"/proc/{os.getppid()}/environ")
 
 
-def prefer_own_ninja() -> None:
-    """Put the ninja that pip installed next to this interpreter first in PATH, if it exists.
-
-    torch builds C++ ops with ninja, and the environment need not be active.
-    """
-    folder = str(Path(sys.executable).parent)
-    if shutil.which("ninja", path=folder) and not os.environ.get("PATH", "").startswith(folder):
-        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
-
-
 def available_cores() -> int:
     """Return the number of cores this process may use, often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -160,7 +150,7 @@ def _mallopt(settings: dict[str, int]) -> None:
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """Return this rank's GPU, and make it the current device; without GPUs the CPU.
+    """Return this rank's GPU; without GPUs the CPU.
 
     Sets the environment variables that tell DeepSpeed the same.
 
@@ -178,7 +168,6 @@ def choose_device(launch: Launch) -> torch.device:
     # Fewer GPUs than ranks: Slurm (--gpus-per-task, --gpu-bind) or a script may show each rank its
     # own GPUs. Whether two ranks have the same one is known when they meet (`require_own_gpu`).
     device = torch.device("cuda", launch.local_rank % visible)
-    torch.cuda.set_device(device)
     torch.ones(1, device=device).item()  # fails if this build of torch has no kernels for the GPU
     os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed uses it as the GPU's index
     return device

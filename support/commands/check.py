@@ -22,17 +22,17 @@ import torch.distributed as dist
 
 from support import console
 from support.cli import checks
-from support.cli.arguments import Arguments, choose_seq_length, configured_strategy
+from support.cli.arguments import Arguments, choose_seq_length
+from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
 from support.cluster.gpus import require_usable
 from support.cluster.tuning import available_cores
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, UserError, redact
 from support.files.cache import cache_folder
-from support.memory import architectures, fit
+from support.memory import fit
 from support.memory.estimate import predict
+from support.memory.find_architecture import find_architecture
 from support.process import versions
-from support.strategies import ops
-from support.strategies.requirements import check_compile, check_requirements
 from support.units import GB, MB
 
 OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
@@ -104,7 +104,7 @@ def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
 
 
 def _software(args: Arguments, ctx: DistContext) -> Line:
-    needed = [*IMPORTED, *(["deepspeed"] if args.ds_config_dict else [])]
+    needed = [*IMPORTED, *args.configured_strategy.packages]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     text = ", ".join(f"{name} {number}" for name, number in versions().items())[len("python ") :]
     text += f"; No module named {', '.join(missing)}" if missing else ""
@@ -143,19 +143,19 @@ def _compile(args: Arguments, ctx: DistContext) -> Line | None:
 
 def _requirements(args: Arguments, ctx: DistContext) -> Line | None:
     """Check the releases that the strategy needs, DeepSpeed's ops, and what compiles them."""
+    strategy = args.configured_strategy
     try:
-        check_requirements(args)
+        strategy.check_requirements(args.gradient_accumulation_steps)
     except UserError as error:
         return Line(PROBLEM, "requirements", str(error))
-    strategy = configured_strategy(args)
-    if not ops.needed_ops(strategy):
+    if not strategy.needed_ops():
         return None
-    missing = ", ".join(ops.missing_ops(strategy))
+    missing = ", ".join(strategy.missing_ops())
     return Line(OK, "DeepSpeed ops", f"the first run compiles {missing}" if missing else "ready")
 
 
 def _nvme(args: Arguments, ctx: DistContext) -> Line | None:
-    if not (configured_strategy(args).uses_nvme and ctx.launch.is_node_leader):
+    if not (args.configured_strategy.needs_nvme and ctx.launch.is_node_leader):
         return None  # only one rank per node: several would share the bandwidth
     folder = args.nvme_path or tempfile.gettempdir()
     try:
@@ -224,7 +224,7 @@ def _memory(args: Arguments, ctx: DistContext) -> Line | None:
     owner = "GPU" if ctx.device.type == "cuda" else "process"
     capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
-        model = architectures.find_architecture(args.model)
+        model = find_architecture(args.model)
         args = args.replace(seq_length=choose_seq_length(args, model.limit))
         work = fit.planned_work(args, ctx, model)
     except UserError as error:

@@ -20,7 +20,6 @@ from support import PROJECT, programs
 from support.checkpoints.convert import OwnCheckpoint
 from support.cli.arguments import Arguments
 from support.cli.flags import GROUPS
-from support.cli.fsdp_config import FsdpOptions
 from support.cli.run_file import as_yaml
 from support.cluster.failures import StopSignal
 from support.cluster.gpus import require_usable, usable_gpus
@@ -47,7 +46,7 @@ SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no settin
     "adam_epsilon": 1e-4,
 }
 ALONE: dict[str, Any] = {"strategy": "dp", "ds_config": None, "nvme_path": None}
-ALONE |= {"fsdp_config": None, "fsdp": FsdpOptions()}
+ALONE |= {"fsdp_config": None, "fsdp": None}
 OF_A_LAUNCH = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 # The largest differences that count as equal; LEGEND has their units.

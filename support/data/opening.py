@@ -1,6 +1,6 @@
 """From --dataset to the training and validation sequences of a run."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.cli.arguments import Arguments
 from support.cli.checks import NEED_EVALUATIONS
@@ -16,33 +16,28 @@ NOTHING_TO_EVALUATE = (
 )
 
 
-def open_dataset(args: Arguments, ctx: DistContext, tokenizer: Any) -> tuple[Any, Sequences, dict]:
-    """Tokenize the corpus, once per node, and cut it into sequences; a stream is only opened.
+class Datasets(NamedTuple):
+    """The sequences of a run."""
 
-    Returns:
-        The training sequences (`Sequences`, or a `Stream` with --streaming), the validation
-        sequences, and the dataset's entry in results.json.
+    train: Any  # Sequences, or a Stream with --streaming
+    validation: Sequences
+    facts: dict[str, Any]  # the dataset's entry in results.json
+
+
+def open_stream(args: Arguments, ctx: DistContext, tokenizer: Any) -> Datasets:
+    """Open the corpus of --streaming, which is read and tokenized while training.
+
     Raises:
-        UserError: the corpus cannot be read, is shorter than one sequence, or has nothing to
-            evaluate on although a flag needs evaluations.
+        UserError: the corpus or --validation_file cannot be read.
     """
-    if args.streaming:
-        from support.data.streaming import open_stream
+    from support.data import streaming
 
-        opened: tuple[Any, Sequences, dict] = open_stream(args, ctx, tokenizer)
-    else:
-        opened = open_tokenized(args, ctx, tokenizer)
-    check_validation(opened[1], args)
-    return opened
+    return Datasets(*streaming.open_stream(args, ctx, tokenizer))
 
 
-def open_tokenized(
-    args: Arguments, ctx: DistContext, tokenizer: Any
-) -> tuple[Sequences, Sequences, dict]:
+def open_tokenized(args: Arguments, ctx: DistContext, tokenizer: Any) -> Datasets:
     """Tokenize the corpus, or find its tokens in the cache, and cut them into sequences.
 
-    Returns:
-        (training sequences, validation sequences, the dataset's entry in results.json).
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
@@ -50,8 +45,8 @@ def open_tokenized(
     if args.mixture and not (args.eval_only and args.validation_file):
         from support.data.mixture import open_mixture
 
-        return open_mixture(args, ctx, tokenizer)
-    return open_corpus(args, ctx, tokenizer, args.dataset)
+        return Datasets(*open_mixture(args, ctx, tokenizer))
+    return Datasets(*open_corpus(args, ctx, tokenizer, args.dataset))
 
 
 def check_validation(validation: Sequences, args: Arguments) -> None:

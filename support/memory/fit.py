@@ -10,17 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from support.cli.arguments import Arguments, FsdpOptions, configured_strategy, isolates_documents
+from support.cli.arguments import Arguments, isolates_documents
 from support.errors import UserError
-from support.memory.architectures import Architecture, read_architecture
-from support.memory.estimate import MemoryEstimate, predict
-from support.memory.workload import Workload, workload_of
-from support.tables import STRATEGIES
+from support.memory.estimate import MemoryEstimate, predict, supporting
+from support.strategies.table import OFFLOADING, ON_DEVICE, PREFERENCE
 from support.units import GB
+from support.workload.architectures import Architecture, read_architecture
+from support.workload.workload import Workload, workload_of
 
-# The order of recommendation: the first that fits is the simplest and usually the fastest.
-ON_GPU, OFFLOADING = ("dp", "zero1", "zero2", "fsdp", "zero3"), ("offload", "infinity")
-PREFERENCE = (*ON_GPU, *OFFLOADING)
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 
 
@@ -54,8 +51,8 @@ def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Wo
         accumulation makes up for smaller micro-batches.
     """
     checkpointing = replace(work, gradient_checkpointing=True)
-    for strategies in (ON_GPU, OFFLOADING):
-        supported = [strategy for strategy in strategies if strategy in work.strategies]
+    for strategies in (ON_DEVICE, OFFLOADING):
+        supported = [strategy for strategy in strategies if strategy in supporting(work)]
         for changed in (work,) if work.gradient_checkpointing else (work, checkpointing):
             for strategy in supported:
                 if limits.hold(need := predict(changed, strategy)):
@@ -109,8 +106,7 @@ def check_is_planned(args: Arguments) -> None:
     Raises:
         UserError: it uses the user's own DeepSpeed file or options of FSDP, or only evaluates.
     """
-    fsdp = replace(args.fsdp, no_shard=False, precision=None)  # --strategy dp, --precision
-    if args.ds_config or fsdp != FsdpOptions() or args.eval_only:
+    if args.eval_only or not args.configured_strategy.is_standard:
         raise UserError(
             "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
             "defaults only."
@@ -150,8 +146,6 @@ def estimate_of(args: Arguments, ctx, spec) -> MemoryEstimate | None:
     """Return the memory estimate of this run, or None if it does not support the run."""
     try:
         model = read_architecture(spec.config.to_dict(), args.model)
-        if configured_strategy(args) != STRATEGIES[args.strategy]:
-            return None
         return predict(planned_work(args, ctx, model), args.strategy)
     except UserError:
         return None
@@ -164,7 +158,8 @@ def keeps_large_tensors(args: Arguments, ctx, spec) -> bool:
     Strategies that shard use tensors of many sizes: keeping large ones takes 27 to 38 % more
     memory, for steps from 6 % shorter to 20 % longer (benchmarks/RESULTS.md).
     """
-    estimate = None if STRATEGIES[args.strategy].sharded else estimate_of(args, ctx, spec)
+    sharded = args.configured_strategy.sharded
+    estimate = None if sharded else estimate_of(args, ctx, spec)
     return estimate is not None and memory_limits(ctx).hold(estimate, 0.5)
 
 
@@ -185,7 +180,7 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
     micro-batch with more accumulation; gradient checkpointing; sequences of half the length.
     """
     holds, present = partial(limits.hold, share=ADVISED_SHARE), predict(work, strategy).total
-    others = {other: predict(work, other) for other in PREFERENCE if other in work.strategies}
+    others = {other: predict(work, other) for other in PREFERENCE if other in supporting(work)}
     needs = {f"--strategy {o}": need for o, need in others.items() if need.total < 0.98 * present}
     split = fitting_split(work, strategy, holds)
     if split and split.batch_size < work.batch_size:

@@ -6,12 +6,12 @@ counted like those in live.py. They are derived from the allocator's statistics.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from support.memory import system
-from support.memory.live import all_tensors, count, gathered_bytes, live_bytes, pinned_bytes
+from support.memory.live import all_tensors, count, live_bytes, pinned_bytes
+from support.strategies.objects import TrainingObjects
 from support.units import GB
 
 # What a run does after each recorded phase. After backward comes the next micro-batch, or
@@ -99,8 +99,7 @@ class StepMemory:
     allocation. That slows down the step, so it is done only if `detailed`.
     """
 
-    model: torch.nn.Module
-    optimizer: Any
+    objects: TrainingObjects
     peak: DevicePeak  # of the training device, shared by the whole run
     detailed: bool  # also record the phases of a step on a CPU
     kept_by_loss: Callable[[], int]  # bytes that the last micro-batch's loss keeps for backward
@@ -131,7 +130,7 @@ class StepMemory:
     def mark(self, phase: str) -> None:
         """Record the end of `phase`. On a GPU the caller has just marked the peak."""
         if phase == "forward":
-            self._gathered = gathered_bytes(self.model)
+            self._gathered = self.objects.gathered_bytes()
         if self._on_gpu:
             self._marks.append((phase, torch.cuda.memory_allocated(self.device), self.peak.last))
         elif self._profiler is not None:
@@ -142,11 +141,11 @@ class StepMemory:
 
     def after_backward(self) -> None:
         """Count live tensors at the end of backward, when all tensors of a step exist."""
-        self.live = live_bytes(self.model, self.optimizer, self.device)
+        self.live = live_bytes(self.objects.live_states(), self.device)
 
     def describe(self) -> list[str]:
         """Return lines on the memory in use by category, for a run that ran out of memory."""
-        categories = live_bytes(self.model, self.optimizer, self.device)["categories"]
+        categories = live_bytes(self.objects.live_states(), self.device)["categories"]
         shown = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in categories.items() if size)
         return [f"Memory by category in GB: {shown}. Activations are not included."]
 

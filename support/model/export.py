@@ -24,7 +24,6 @@ from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model.weights import persistent_buffers
-from support.train_state import unwrapped
 from support.units import perplexity_of
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def _write_trained(
 
         names, stem = {name: peft_name(name) for name in names}, "adapter_model"
     else:
-        buffers = persistent_buffers(unwrapped(trained.model))
+        buffers = persistent_buffers(trained.module)
     shapes = {names[name]: shape for name, shape in trained.state.shapes.items()}
     files = None
     if folder:

@@ -19,7 +19,7 @@ from torch import nn
 
 from support.cli.arguments import Arguments
 from support.errors import UserError, redact
-from support.memory.workload import ALL_LINEAR, is_target, target_names
+from support.workload.workload import ALL_LINEAR, is_target, target_names
 
 ADAPTER = "default"  # peft's name for a model's only adapter
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
-from support.train_state import unwrapped
+from support.strategies.wrapped import unwrapped
 from support.units import IGNORED, fits_in_graph, number_of_chunks
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.

@@ -27,8 +27,8 @@ from support.files.cache import Cache, cache_folder
 from support.files.user_files import read_json, read_text
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
-from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY, STRATEGIES
-from support.train_state import full_shape
+from support.strategies.wrapped import full_shape
+from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.units import shares_keys
 
 END_OF_TEXT = "<|endoftext|>"
@@ -196,7 +196,7 @@ def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
     if not args.hub_offline and names_on_hub(args)[0]:
         console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
     # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
-    shared = ctx.real_world_size > 1 or STRATEGIES[args.strategy].shards_parameters
+    shared = ctx.real_world_size > 1 or not args.configured_strategy.whole_parameters
     shared = shared or args.lora_r is not None
     found = ctx.once_per_node("model", lambda: _prepare_folders(args, shared))
     config = _read_config(found["weights"], args.model)

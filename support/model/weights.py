@@ -46,13 +46,7 @@ def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
     """
     if args.lora_r is None:
         return torch.float32
-    if args.strategy == "fsdp":
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-        # Earlier versions of torch require one dtype of all parameters of a module.
-        if "trainable_params" not in FSDPParamGroup._init_mp_dtypes.__code__.co_varnames:
-            return torch.float32
-    return ctx.dtype
+    return ctx.dtype if args.configured_strategy.mixes_dtypes() else torch.float32
 
 
 def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:

@@ -21,7 +21,7 @@ from support.files.user_files import shown
 from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
 from support.report.results_types import wrong_key
-from support.tables import STRATEGIES
+from support.strategies.table import STRATEGIES
 from support.units import PHASES
 
 # In TF32, bf16 and fp16 the losses of a single step may differ by percents where an unusual
@@ -271,7 +271,7 @@ def numbers_of(results: dict) -> dict[str, Any]:
         "tokens_per_second_per_gpu": float(results["tokens_per_second_per_gpu"]),
         **{f"{phase}_seconds": phases[phase] for phase in PHASES},
         "step_seconds": sum(phases.values()),
-        "paper_volume": 3 if STRATEGIES[results["strategy"]].shards_parameters else 2,
+        "paper_volume": STRATEGIES[results["strategy"]].paper_volume,
         "final_loss": float(results["train_loss_last"]),
         "volume": collectives and volume_of(collectives) / results["parameters"],
         "sent_bytes": results.get("communication_bytes_per_step"),

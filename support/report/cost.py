@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from support import PROJECT, programs
 from support.cli.argument_types import Options
-from support.cli.ds_config import lookup
 from support.cluster.gpus import usable_gpus
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError
 from support.files.user_files import read_json, shown
 from support.memory.estimate import MemoryEstimate
-from support.memory.workload import Workload
 from support.report.compare import last_error
 from support.report.peak_flops import find_by_short_name, flops_per_token
+from support.strategies.deepspeed.options import lookup
 from support.text_tables import text_table
 from support.units import GB, human_rate
+from support.workload.workload import Workload
 
 DEFAULT_MFU = 0.4
 MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from its rate

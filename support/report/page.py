@@ -12,12 +12,12 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from support.checkpoints.format import list_checkpoints
-from support.cli.ds_config import lookup
 from support.errors import UserError, redact
 from support.report import comparison_text, plots
 from support.report.compare import read_comparison, read_folder
 from support.report.metrics_file import FILE, unreadable_lines, why_no_figure
 from support.report.plots import Chart
+from support.strategies.deepspeed.options import lookup
 from support.units import MB, human_bytes, human_rate
 
 # Key of results.json, and format of the numbers at the top of a run's page.

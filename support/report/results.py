@@ -26,9 +26,9 @@ from support.files import atomic
 from support.files.user_files import create_folder
 from support.memory import measure
 from support.model.resolve import ModelSpec
+from support.optimizers import OPTIMIZERS
 from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
-from support.tables import OPTIMIZERS
 from support.units import GB
 
 RULE = 60 * "="  # a line of the console
@@ -234,11 +234,7 @@ def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSp
 def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
     from support.memory import fit
 
-    nvme = None
-    if args.ds_config_dict:
-        from support.cli.ds_config import nvme_folder
-
-        nvme = nvme_folder(args.ds_config_dict)
+    nvme = meter.step_memory.objects.strategy.nvme_folder
     own = measure.of_this_rank(meter.memory, meter.step_memory, nvme, ctx.launch.is_node_leader)
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.

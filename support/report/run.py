@@ -17,11 +17,12 @@ import torch.distributed as dist
 from support import console
 from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
+from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
 from support.cluster.tuning import keep_freed_memory
 from support.data.batches import steps_of
-from support.data.opening import NOTHING_TO_EVALUATE
+from support.data.opening import NOTHING_TO_EVALUATE, Datasets
 from support.errors import Preempted, UserError, explain
 from support.files import atomic
 from support.memory.measure import MemoryByPhase
@@ -31,8 +32,8 @@ from support.report import results
 from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.step_meter import StepMeter, create_meter
 from support.strategies import gradients
-from support.tables import STRATEGIES
-from support.train_state import TrainingObjects, TrainState
+from support.strategies.objects import TrainingObjects
+from support.train_state import TrainState
 from support.units import human_count, perplexity_of
 
 
@@ -89,13 +90,8 @@ class Run:
         found, run.earlier, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
         MONITOR.record = run.fail
         # After MONITOR.record: results.json tells why a run is skipped.
-        if STRATEGIES[args.strategy].engine != "ddp":
-            from support.strategies.requirements import check_requirements
-
-            check_requirements(args)
+        args.configured_strategy.check_requirements(args.gradient_accumulation_steps)
         if args.compile:
-            from support.strategies.requirements import check_compile
-
             check_compile(ctx.device.type)
         run.target = export.target_of(args, run.folder, found)
         if args.push_to_hub:
@@ -128,21 +124,22 @@ class Run:
         results.say_settings(args, self.ctx)
         console.print0(results.RULE)
 
-    def dataset_ready(self, args: Arguments, dataset: dict, train_data) -> None:
-        """Print the size of the data (`dataset`: its entry in results.json)."""
-        count = "a stream" if args.streaming else f"{train_data.num_sequences:,} samples"
+    def dataset_ready(self, args: Arguments, datasets: Datasets) -> None:
+        """Print and record the size of the data."""
+        self.facts["dataset"] = facts = datasets.facts
+        count = "a stream" if args.streaming else f"{datasets.train.num_sequences:,} samples"
         if args.eval_only:
-            count = f"{dataset['validation'].get('blocks', 0):,} validation samples"
-        ready = count if train_data.num_sequences else "validation data only"
+            count = f"{facts['validation'].get('blocks', 0):,} validation samples"
+        ready = count if datasets.train.num_sequences else "validation data only"
         console.print0(f"✅ Dataset ready: {ready}")
 
-    def model_loaded(self, args: Arguments, spec: ModelSpec, dataset: dict) -> None:
-        """Print the size of the model, and record it and the data (`dataset`: its entry)."""
+    def model_loaded(self, args: Arguments, spec: ModelSpec) -> None:
+        """Print and record the size of the model."""
         self.memory.note("model_loaded")
         if args.generate:  # fails on an unusable prompt before the training
             from support.data.chat import prompt_for
 
-            prompt_for(args, spec.tokenizer, dataset)
+            prompt_for(args, spec.tokenizer, self.facts["dataset"])
         print0, whole = console.print0, spec.parameters
         print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
@@ -160,10 +157,7 @@ class Run:
                     "contain them, cannot be used without them: --merge_lora exports both."
                 )
         self.facts.update(
-            parameters=whole,
-            trainable_parameters=spec.trainable,
-            seq_length=args.seq_length,
-            dataset=dataset,
+            parameters=whole, trainable_parameters=spec.trainable, seq_length=args.seq_length
         )
 
     def start_training(
@@ -176,10 +170,6 @@ class Run:
         """Replace the files of an earlier run, and start to measure steps."""
         ctx = self.ctx
         self.args, self.manager, self.state = args, manager, state
-        if ctx.simulated:
-            from support.cluster.process_group import replace_all_reduce
-
-            replace_all_reduce(objects.model)
         self.meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         if args.report_to and ctx.is_main:
@@ -210,7 +200,7 @@ class Run:
             MONITOR.restart = Restart(values, self._smaller_batch_may_help)
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
-        title = f"🚂 Starting Training ({STRATEGIES[args.strategy].title})"
+        title = f"🚂 Starting Training ({objects.strategy.title})"
         title = "⏳ Starting the memory simulation" if ctx.simulated else title
         steps = f"{title}: steps {state.step + 1} to {state.total_steps}"
         console.print0("⏳ Evaluating" if args.eval_only else steps)
@@ -429,8 +419,8 @@ class Run:
         self.memory.note("trained")
         args, ctx, manager, state = self.args, self.ctx, self.manager, self.state
         MONITOR.watchdog.state = MONITOR.restart = None
-        if manager.objects.stream is not None:
-            self.facts["dataset"] = manager.objects.stream.summary()
+        if manager.stream is not None:
+            self.facts["dataset"] = manager.stream.summary()
         if args.load_best_at_end and state.best:
             manager.load_best(state.best["step"], state.step)
         elif args.load_best_at_end:

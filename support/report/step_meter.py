@@ -16,7 +16,8 @@ from support.cluster.context import DistContext
 from support.cluster.failures import MONITOR
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
-from support.train_state import TrainingObjects, TrainState, unwrapped
+from support.strategies.objects import TrainingObjects
+from support.train_state import TrainState
 from support.units import PHASES, fits_in_graph
 
 
@@ -29,7 +30,6 @@ def create_meter(
     state: TrainState,
 ) -> StepMeter:
     """Return the meter of this rank's steps, which measures the memory of the last one."""
-    module = unwrapped(objects.model)
     tokens, vocabulary = args.batch_size * args.seq_length, spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
@@ -37,10 +37,10 @@ def create_meter(
             return 4 * tokens * vocabulary
         if args.compile and fits_in_graph(tokens, vocabulary, ctx.device.type):
             return ctx.dtype.itemsize * tokens * vocabulary  # the logits
-        return module.get_output_embeddings().kept_bytes
+        return objects.module.get_output_embeddings().kept_bytes
 
     detailed = args.profile_memory or ctx.simulated
-    step_memory = StepMemory(module, objects.optimizer, memory.peak, detailed, kept_by_loss)
+    step_memory = StepMemory(objects, memory.peak, detailed, kept_by_loss)
     MONITOR.memory_facts.append(step_memory.describe)
     measured = state.total_steps
     if state.patience:  # early stopping may end the run at any step, so an early one is measured

@@ -1,12 +1,34 @@
-"""What differs between the strategies: DeepSpeed's set-up, gradients, and optimizer states.
+"""The strategies: one folder for each engine, the library that distributes the model states.
 
-deepspeed         DeepSpeed's configuration for the model and machine, and its messages
-requirements      checks for a compiler, libaio, locked memory and the NVMe folder
-ops               DeepSpeed's C++ ops: which a strategy needs, where they are, how they are compiled
-fsdp              which layers FSDP shards, and how the weights reach the shards
-gradients         gradient norm, check for non-finite values, loss scaling
-optimizer_shards  locations of the fp32 weights and Adam moments on each rank, for dp and fsdp
-zero_shards       the same for DeepSpeed's stages
-adafactor_states  Adafactor's states
-moments_8bit      Adam's moments in the 8 bits of bitsandbytes
+    ddp         dp
+    fsdp        fsdp
+    deepspeed   zero1, zero2, zero3, offload, infinity
+
+`table` has a row for each strategy. A row is an object of the engine's subclass of `Strategy`
+(strategy.py). Code outside of this package and of the script asks the row, and knows no engine.
+The folders have the same parts; an engine leaves out a part that it does not need:
+
+    part             what it offers                         used by, through a method of Strategy
+    strategy.py      the subclass of Strategy               table.py
+    options.py       options from flags and a user's file   cli.parse, through resolve
+    requirements.py  checks of the machine and releases     report.run, commands.check, through
+                                                            check_requirements
+    memory.py        terms of the memory estimate, without  memory.estimate, through memory_terms
+                     PyTorch
+    states.py        fp32 weights and optimizer states      checkpoints, model.export, through
+                     of a rank                              states_of
+    live_states.py   tensors that are in memory             memory.measure, through live_states
+    patches.py       changes of the library's behavior      deepspeed/setup.py
+
+Only in one folder: fsdp/shards.py, which layers are sharded and how the weights get there;
+deepspeed/setup.py, the steps before the engine is created; deepspeed/ops.py, its C++ ops;
+deepspeed/buckets.py, the sizes of its buckets. The script builds the model: build_ddp, build_fsdp,
+build_deepspeed. For all engines:
+
+    objects           what a build function returns: model, optimizer, scaler
+    gradients         gradient norm, check for non-finite values, loss scaling
+    optimizer_shards  the base class of states.py: masters, and their pieces of parameters
+    adafactor_states  Adafactor's states
+    moments_8bit      Adam's moments in the 8 bits of bitsandbytes
+    wrapped           what is inside the wrappers of the libraries
 """

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.cluster.context import DistContext
 from support.errors import TrainingError
-from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER
-from support.train_state import TrainingObjects, base_optimizer, is_fsdp_module, local_part
+from support.optimizers import GROWTH_INTERVAL, INITIAL_SCALE_POWER
+from support.strategies.objects import TrainingObjects
+from support.strategies.wrapped import base_optimizer, is_fsdp_module, local_part
 from support.units import NORM_CHUNK
 
 
@@ -39,7 +39,7 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
 
 
 def block_update_if_not_finite(
-    objects: TrainingObjects, loss: torch.Tensor, grad_norm: torch.Tensor | None, ctx: DistContext
+    objects: TrainingObjects, loss: torch.Tensor, grad_norm: torch.Tensor | None, simulated: bool
 ) -> None:
     """Skip the update, on the device, from the first non-finite loss or gradient norm on.
 
@@ -53,11 +53,11 @@ def block_update_if_not_finite(
             gradients may overflow, and the scaler skips that update; only the loss is checked.
         loss: of this step; the same on all ranks.
         grad_norm: of all gradients; None for DeepSpeed.
-        ctx: the ranks; a simulated run is not checked.
+        simulated: with --simulate_gpus nothing is checked.
     Raises:
         TrainingError: one of them is not finite, and the optimizer cannot read the flag.
     """
-    if ctx.simulated:  # the loss lacks the contributions of the other ranks
+    if simulated:  # the loss lacks the contributions of the other ranks
         return
     if objects.found_inf is None:
         objects.found_inf = torch.zeros((), dtype=torch.bool, device=loss.device)

@@ -1,11 +1,12 @@
 """Locations of each parameter's fp32 weight and optimizer states on this rank, for every strategy.
 
 Every optimizer updates flat fp32 tensors ("masters"). A piece maps a range of elements of a
-parameter to its offset in a master. There is one class for each layout of the masters:
+parameter to its offset in a master. Each engine has a class for each layout of its masters:
 
-    PlainState    dp: the parameters themselves; fsdp: this rank's shard of each parameter
-    Zero12State   DeepSpeed's stages 1 and 2 (zero_shards): a partition per parameter group
-    Zero3State    DeepSpeed's stage 3 (zero_shards): a partition per sub-group, maybe on NVMe
+    ddp/states.py        WholeState   the parameters themselves
+    fsdp/states.py       RowsState    this rank's rows of each parameter
+    deepspeed/states.py  Zero12State  stages 1 and 2: a partition per parameter group
+                         Zero3State   stage 3: a partition per sub-group, maybe on NVMe
 
 AdamW's moments have an element for each of the master's; 8-bit moments are converted to fp32 and
 back (moments_8bit). Adafactor's states are rows and columns of whole parameters; only dp has them,
@@ -21,14 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.train_state import (
-    base_optimizer,
-    full_shape,
-    is_dtensor,
-    is_fsdp_module,
-    local_part,
-    unwrapped,
-)
+from support.strategies.wrapped import base_optimizer, full_shape, local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,7 +47,7 @@ class Shard(NamedTuple):
 
 
 def optimizer_family(optimizer) -> str | None:
-    """Return the family of an optimizer (support/tables.py); None: not supported."""
+    """Return the family of an optimizer (support/optimizers.py); None: not supported."""
     base = base_optimizer(optimizer)
     if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
         return "adamw"
@@ -168,38 +162,3 @@ class ShardedState:
             self.base.state[shard.key]["step"] = (
                 step if as_int else torch.tensor(float(step), device=device)
             )
-
-
-class PlainState(ShardedState):
-    """dp and fsdp: a master is a parameter, or this rank's rows of it."""
-
-    def _find_shards(self) -> Iterator[Shard]:
-        mesh = getattr(next(iter(self.trained.values())), "device_mesh", None)  # FSDP's
-        self.replicated = mesh is None
-        # Under HYBRID_SHARD every node holds all pieces; those of the first node are used.
-        self.is_copy = mesh is not None and mesh.ndim > 1 and mesh.get_local_rank(0) > 0
-        for name, parameter in self.trained.items():
-            start, numel = _local_range(parameter)
-            yield Shard(parameter, [name], [Piece(name, start, 0, numel)] if numel else [])
-
-
-def _local_range(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return index of the first element and number of elements of this rank's shard."""
-    if not is_dtensor(parameter):
-        return 0, parameter.numel()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    row = parameter.numel() // max(1, parameter.shape[0])
-    return (offset[0] if offset else 0) * row, local_part(parameter).numel()
-
-
-def free_gathered_weights(model: nn.Module) -> None:
-    """Free the full weights that FSDP and ZeRO-3 keep after an evaluation."""
-    for module in unwrapped(model).modules():
-        if is_fsdp_module(module):
-            module.reshard()
-    if hasattr(model, "empty_partition_cache"):  # DeepSpeed's engine
-        model.empty_partition_cache()

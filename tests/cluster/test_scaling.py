@@ -8,10 +8,10 @@ import sys
 import pytest
 from conftest import SCRIPT, finish, free_port, start
 
-from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
-from support.memory.workload import Workload
+from support.memory.find_architecture import find_architecture
 from support.report.cost import Rate, on_network
+from support.workload.workload import Workload
 
 WORK = "--seq_length 8 --batch_size 1 --optim sgd --precision fp32 --max_steps 12".split()
 WORK += ["--no_eval", "--no_export", "--no_save"]

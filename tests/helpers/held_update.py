@@ -9,17 +9,16 @@ at the end, and how often DeepSpeed searched the gradients for infinities.
 import json
 import os
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch import nn
 
-from support import patches
-from support.cli.ds_config import ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
 from support.strategies import gradients
-from support.train_state import TrainingObjects
+from support.strategies.deepspeed import patches
+from support.strategies.deepspeed.options import ModelSizes, complete_ds_config
+from support.strategies.objects import TrainingObjects
 
 
 def weights(model: nn.Module) -> torch.Tensor:
@@ -32,7 +31,8 @@ def main(strategy: str) -> dict:
     import deepspeed
 
     patches.skip_shared_memory_op()
-    config = parse_arguments(["--strategy", strategy, "--precision", "bf16"]).ds_config_dict
+    args = parse_arguments(["--strategy", strategy, "--precision", "bf16"])
+    config = args.configured_strategy.config
     complete_ds_config(config, "bf16", ModelSizes(8, 72, 64, tied=False), 1, None)
     config["optimizer"]["params"]["lr"] = 0.1
     model = nn.Linear(8, 8)
@@ -40,13 +40,13 @@ def main(strategy: str) -> dict:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     type(engine.optimizer).has_overflow = searches = mock.Mock(return_value=False)
     found_inf, changed = torch.zeros((), dtype=torch.bool), []
-    disabled, ctx = torch.amp.GradScaler("cpu", enabled=False), SimpleNamespace(simulated=False)
-    objects = TrainingObjects(engine, engine.optimizer, disabled, None, found_inf)
+    disabled, zero = torch.amp.GradScaler("cpu", enabled=False), args.configured_strategy
+    objects = TrainingObjects(zero, engine, engine.optimizer, disabled, found_inf)
     for factor in (1.0, float("nan")):
         before = weights(model)
         loss = engine(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean() * factor
         engine.backward(loss)
-        gradients.block_update_if_not_finite(objects, loss.detach(), None, ctx)
+        gradients.block_update_if_not_finite(objects, loss.detach(), None, simulated=False)
         engine.step()
         changed.append(not torch.equal(before, weights(model)))
     finite = bool(weights(model).isfinite().all())

@@ -285,9 +285,8 @@ def test_cpu_adam_goes_on_exactly_after_many_steps():
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from support import patches
-    from support.strategies import ops
-    from support.strategies.zero_shards import replay_bias_correction
+    from support.strategies.deepspeed import ops, patches
+    from support.strategies.deepspeed.states import replay_bias_correction
 
     patches.load_compiled_ops(["cpu_adam"], ops.load)
 

@@ -9,8 +9,8 @@ import pytest
 from cluster_work import wait_for
 from conftest import PROJECT, finish, path_without, start
 
-from support.strategies import ops
-from support.tables import STRATEGIES
+from support.strategies.deepspeed import ops
+from support.strategies.table import STRATEGIES
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_an_op_is_compiled_with_deepspeeds_own_command_if_ours_fails(tmp_path, b
 
 def test_a_compiled_op_needs_no_compiler(script, tmp_path):
     """As on the compute nodes of a cluster, after make ops on the login node."""
-    ops.build(ops.needed_ops(STRATEGIES["offload"]), print, False)
+    ops.build(STRATEGIES["offload"].needed_ops(), print, False)
     env = {
         "PATH": path_without(tmp_path, "c++", "g++", "gcc", "cc", "clang", "ninja"),
         "CXX": "none",

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import finish, start
 
-from support.cli.ds_config import ModelSizes, complete_ds_config
 from support.cli.parse import parse_arguments
 from support.cluster import process_group
+from support.optimizers import GROWTH_INTERVAL
 from support.strategies import gradients
-from support.tables import GROWTH_INTERVAL
+from support.strategies.deepspeed.options import ModelSizes, complete_ds_config
 
 GPU = torch.device("cuda", 0)
 
@@ -77,7 +77,7 @@ def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> li
 
     args = parse_arguments(["--strategy", strategy])
     sizes = ModelSizes(256, 10**6, 10**5, tied=True)
-    config = complete_ds_config(args.ds_config_dict, "fp16", sizes, 2, "folder")
+    config = complete_ds_config(args.configured_strategy.config, "fp16", sizes, 2, "folder")
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
     settings = get_float16_config(config)
     dynamic = settings.dynamic_loss_scale_args()

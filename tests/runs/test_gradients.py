@@ -1,15 +1,12 @@
 """The norm of a gradient, and updates that are left out, without making the host wait for a GPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from support.strategies import gradients
-from support.train_state import TrainingObjects
-
-RUN = SimpleNamespace(simulated=False)
+from support.strategies.objects import TrainingObjects
+from support.strategies.table import STRATEGIES
 
 
 def weights_after(*steps, fused=True) -> list[torch.Tensor]:
@@ -18,13 +15,13 @@ def weights_after(*steps, fused=True) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", 2.0**8)
     scaler.scale(torch.zeros(()))  # what creates the scale
-    objects = TrainingObjects(model, optimizer, scaler, None, found_inf)
+    objects = TrainingObjects(STRATEGIES["dp"], model, optimizer, scaler, found_inf)
     weights = [model.weight.detach().clone()]
     for loss, gradient in steps:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient) * scaler.get_scale()
         scaler.unscale_(optimizer)
-        gradients.block_update_if_not_finite(objects, torch.tensor(loss), None, RUN)
+        gradients.block_update_if_not_finite(objects, torch.tensor(loss), None, simulated=False)
         scaler.step(optimizer)
         scaler.update()
         weights.append(model.weight.detach().clone())

@@ -11,8 +11,9 @@ from safetensors import safe_open
 
 from support.checkpoints import loading
 from support.checkpoints.loading import PieceReader, read_shards
-from support.checkpoints.saving import PieceWriter, sharded_state, write_shards
+from support.checkpoints.saving import PieceWriter, write_shards
 from support.strategies import gradients, moments_8bit
+from support.strategies.table import STRATEGIES
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ def test_pieces_are_distributed_over_files(ctx, tmp_path, monkeypatch, elements)
     """Each file has at most `elements` elements, and any distribution is read as the same tensors."""
     monkeypatch.setattr("support.checkpoints.saving.PIECE_FILE_BYTES", 12 * elements)
     model, optimizer = updated(torch.optim.AdamW, 3, 2)
-    state, writer = sharded_state(model, optimizer, CPU), PieceWriter(tmp_path)
+    state, writer = STRATEGIES["dp"].states_of(model, optimizer, CPU), PieceWriter(tmp_path)
     write_shards(writer, state, 1)
     assert len(writer.files) == -(-8 // elements)
     before = [p.detach().clone() for p in model.parameters()]
@@ -54,7 +55,7 @@ def test_a_file_that_was_read_does_not_stay_in_the_memory_of_the_process(
 ):
     """What was read of a mapped file counts as memory; opening it for each tensor takes time."""
     model, optimizer = updated(torch.optim.AdamW)
-    state, writer = sharded_state(model, optimizer, CPU), PieceWriter(tmp_path)
+    state, writer = STRATEGIES["dp"].states_of(model, optimizer, CPU), PieceWriter(tmp_path)
     write_shards(writer, state, 1)
     opened = []
     opening = lambda *args, **options: opened.append(1) or safe_open(*args, **options)  # noqa: E731
@@ -76,9 +77,9 @@ def test_8bit_moments_are_the_same_after_a_save_and_a_load(ctx, tmp_path, monkey
     monkeypatch.setattr(moments_8bit, "PART", 2 * moments_8bit.BLOCK)
     (first, optimizer), (second, fresh) = (updated(bnb.optim.AdamW8bit) for _ in range(2))
     writer = PieceWriter(tmp_path)
-    write_shards(writer, sharded_state(first, optimizer, CPU), 1)
+    write_shards(writer, STRATEGIES["dp"].states_of(first, optimizer, CPU), 1)
     fresh.state.clear()
-    state = sharded_state(second, fresh, CPU)
+    state = STRATEGIES["dp"].states_of(second, fresh, CPU)
     read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": 1}, state)
     for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
         found, expected = fresh.state[mine], optimizer.state[theirs]
@@ -115,7 +116,7 @@ def test_parameters_that_zero3_keeps_whole_are_gathered_again_after_a_load(ctx):
         _swappable_optimizer_subgroup=lambda group: False,
         _reassign_or_swap_out_partitioned_parameters=lambda group: None,
     )
-    state = sharded_state(torch.nn.Module(), wrapper, CPU)
+    state = STRATEGIES["zero3"].states_of(torch.nn.Module(), wrapper, CPU)
     with state.open(state.shards[0], write=True) as tensors:
         tensors["weight"].fill_(7.0)
     state.finish_writing()

@@ -6,11 +6,11 @@ import pytest
 
 from support.cluster.slurm import seconds_of
 from support.errors import UserError
-from support.memory.architectures import find_architecture
-from support.memory.workload import Workload, adapters
+from support.memory.find_architecture import find_architecture
 from support.report import cost, peak_flops
 from support.report.cost import Rate, slurm_budget
 from support.units import GB
+from support.workload.workload import Workload, adapters
 
 
 @pytest.mark.parametrize(

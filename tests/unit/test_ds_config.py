@@ -1,21 +1,17 @@
 """DeepSpeed's file (--ds_config): merged with the flags, checked, and written as it runs."""
 
 import json
+from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from conftest import PROJECT
 
-from support.cli.arguments import configured_strategy
-from support.cli.ds_config import (
-    ModelSizes,
-    check_with_deepspeed,
-    complete_ds_config,
-    write_ds_config,
-)
 from support.cli.parse import parse_arguments
 from support.errors import UserError
-from support.strategies import ops
-from support.tables import STRATEGIES
+from support.strategies.deepspeed import setup
+from support.strategies.deepspeed.options import ModelSizes, complete_ds_config
+from support.strategies.table import STRATEGIES
 
 STAGE2 = {"zero_optimization": {"stage": 2}}
 MODEL = ModelSizes(64, 10**6, 10**5, tied=True)
@@ -60,13 +56,13 @@ def scheduler(kind: str, **params) -> dict:
             ["--warmup_steps", "9"],
             {"lr_scheduler": "linear"},
         ),
-        (zero(1), ["--strategy", "dp"], {"ds_config_dict": None}),
+        (zero(1), ["--strategy", "dp"], {"configured_strategy": STRATEGIES["dp"]}),
     ],
 )
 def test_values_of_the_file_are_used(read, content, flags, values):
     args = read(content, *flags)
     assert {name: getattr(args, name) for name in values} == values
-    assert "scheduler" not in (args.ds_config_dict or {})
+    assert "scheduler" not in (getattr(args.configured_strategy, "config", None) or {})
 
 
 @pytest.mark.parametrize(
@@ -107,31 +103,34 @@ def test_a_deepspeed_file_that_contradicts_the_flags_is_refused(read, content, f
 )
 def test_deepspeed_checks_keys_and_values(read, content, says):
     with pytest.raises(UserError, match=f"ds.json: .*{says}"):
-        check_with_deepspeed(read(content))
+        read(content).configured_strategy.check_options(verbose=False)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if STRATEGIES[name].stage])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
 def test_the_project_s_files(strategy):
     """DeepSpeed accepts them, and they keep the states where the table says."""
     file = f"{PROJECT}/{STRATEGIES[strategy].config_file}"
     args = parse_arguments(["--ds_config", file])
-    check_with_deepspeed(args)
-    assert args.strategy == strategy and configured_strategy(args) == STRATEGIES[strategy]
+    found, expected = args.configured_strategy, STRATEGIES[strategy]
+    found.check_options(verbose=False)
+    assert args.strategy == strategy
+    places = attrgetter("optimizer_on", "parameters_on", "stage", "sharded")
+    assert places(found) == places(expected)
 
 
 def test_deepspeed_knows_all_of_its_sections(read):
     sections = "aio flops_profiler activation_checkpointing comms_logger data_types tensorboard"
     content = {name: {} for name in sections.split()}
     content |= {"_comment": "mine", "steps_per_print": 10, "wall_clock_breakdown": False}
-    check_with_deepspeed(read(content))
+    read(content).configured_strategy.check_options(verbose=False)
 
 
 def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
     args = read(zero(3, offload_optimizer={"device": "cpu"}))
-    strategy = configured_strategy(args)
+    strategy = args.configured_strategy
     assert args.strategy == "zero3" and strategy.offloads
-    assert "cpu_adam" in ops.needed_ops(strategy)
-    assert "cpu_adam" not in ops.needed_ops(STRATEGIES[args.strategy])
+    assert "cpu_adam" in strategy.needed_ops()
+    assert "cpu_adam" not in STRATEGIES[args.strategy].needed_ops()
 
 
 @pytest.mark.parametrize(
@@ -144,19 +143,21 @@ def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
 )
 def test_adam_of_a_file_is_pytorchs(read, content, needs_no_op):
     """DeepSpeed's own is compiled, on a GPU by an nvcc that fits torch."""
-    params = read(content).ds_config_dict["optimizer"]["params"]
+    params = read(content).configured_strategy.config["optimizer"]["params"]
     assert params.get("torch_adam", False) is needs_no_op
 
 
 def test_the_timer_that_synchronizes_is_off(read):
     for content, enabled in (({}, False), ({"timers": {"throughput": {"enabled": True}}}, True)):
-        whole = complete_ds_config(read(content).ds_config_dict, "fp32", MODEL, 1, None)
+        whole = complete_ds_config(read(content).configured_strategy.config, "fp32", MODEL, 1, None)
         assert whole["timers"] == {"throughput": {"enabled": enabled}}
 
 
 def test_loss_scaling_of_a_file_is_kept(read):
     own = {"hysteresis": 4, "loss_scale_window": 100, "initial_scale_power": 8}
-    whole = complete_ds_config(read({"fp16": own}).ds_config_dict, "fp16", MODEL, 2, None)
+    whole = complete_ds_config(
+        read({"fp16": own}).configured_strategy.config, "fp16", MODEL, 2, None
+    )
     assert whole["fp16"] == {"enabled": True, **own}
 
 
@@ -165,7 +166,7 @@ def test_loss_scaling_of_a_file_is_kept(read):
 )
 def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks, overlaps):
     """Stage 3 also overlaps copies, on one rank too."""
-    config = parse_arguments(["--strategy", strategy]).ds_config_dict
+    config = parse_arguments(["--strategy", strategy]).configured_strategy.config
     whole = complete_ds_config(config, "bf16", MODEL, ranks, None)
     assert whole["zero_optimization"]["overlap_comm"] is overlaps
 
@@ -173,7 +174,7 @@ def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks,
 def test_an_auto_value_without_a_rule_is_refused(read):
     content = zero(2, round_robin_gradients="auto")
     with pytest.raises(UserError, match='round_robin_gradients cannot be "auto"'):
-        complete_ds_config(read(content).ds_config_dict, "fp32", MODEL, 1, None)
+        complete_ds_config(read(content).configured_strategy.config, "fp32", MODEL, 1, None)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
@@ -181,9 +182,12 @@ def test_the_written_file_means_the_same(tmp_path, strategy):
     """It has no "auto", and gives the same configuration without the other flags."""
     flags = ["--batch_size", "3", "--lr", "3e-4", "--adam_beta2", "0.95", "--precision", "bf16"]
     args = parse_arguments(["--strategy", strategy, *flags, "--nvme_path", str(tmp_path)])
-    assert args.ds_config_dict["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    first = complete_ds_config(args.ds_config_dict, "bf16", MODEL, 1, str(tmp_path))
-    write_ds_config(args.replace(ds_config_dict=first), tmp_path)
+    assert args.configured_strategy.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    first = complete_ds_config(args.configured_strategy.config, "bf16", MODEL, 1, str(tmp_path))
+    setup.write_config(replace(args.configured_strategy, config=first), tmp_path)
     again = parse_arguments(["--ds_config", str(tmp_path / "ds_config.json")])
     assert (again.strategy, again.lr, again.batch_size) == (strategy, 3e-4, 3)
-    assert complete_ds_config(again.ds_config_dict, "bf16", MODEL, 1, str(tmp_path)) == first
+    assert (
+        complete_ds_config(again.configured_strategy.config, "bf16", MODEL, 1, str(tmp_path))
+        == first
+    )

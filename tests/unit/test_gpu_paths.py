@@ -18,20 +18,19 @@ from transformers.integrations import sdpa_attention
 
 from support.cli.arguments import Arguments
 from support.cli.parse import parse_arguments
-from support.cluster import gpus, tuning
+from support.cluster import compiler, gpus, tuning
 from support.cluster.context import DistContext
 from support.cluster.launch import Launch
 from support.cluster.process_group import Arrival, RankDevice, compare_devices
 from support.cluster.tuning import choose_device, choose_hardware, choose_precision
 from support.data.batches import copy_ahead
 from support.errors import MissingRequirement, UserError
-from support.memory.architectures import read_architecture
-from support.memory.workload import Workload
 from support.model.resolve import configure_transformers
 from support.report.results import say_settings
 from support.report.step_meter import StepMeter
-from support.strategies import requirements
 from support.units import PHASES
+from support.workload.architectures import read_architecture
+from support.workload.workload import Workload
 
 GPU = torch.device("cuda", 0)
 ALONE = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500)
@@ -423,8 +422,8 @@ def test_what_torch_compile_needs_is_checked_first(
         monkeypatch.delenv(name, raising=False)
     for name, value in {"PATH": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(requirements.sysconfig, "get_path", lambda *_: str(tmp_path))
+    monkeypatch.setattr(compiler.sysconfig, "get_path", lambda *_: str(tmp_path))
     find = lambda name: name if name in installed else None  # noqa: E731
-    monkeypatch.setattr(requirements.importlib.util, "find_spec", find)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", find)
     with pytest.raises(UserError, match=said) if said else nullcontext():
-        requirements.check_compile(device)
+        compiler.check_compile(device)

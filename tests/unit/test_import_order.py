@@ -14,9 +14,10 @@ from support import PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
-    *(["startup"], ["commands"], ["report"], ["checkpoints"], ["strategies"]),
-    *(["data", "model"], ["cluster", "memory"], ["cli"], ["files", "programs"], ["process"]),
-    *(["errors"], ["console", "entry_points", "patches", "tables", "text_tables"]),
+    *(["startup"], ["commands"], ["report"], ["checkpoints"], ["data", "model"]),
+    *(["cluster", "memory"], ["cli"], ["strategies"], ["workload"], ["files", "programs"]),
+    *(["process"], ["errors"]),
+    ["console", "entry_points", "optimizers", "patches", "tables", "text_tables"],
     ["train_state", "units"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -19,8 +19,8 @@ from syntax import nodes_of
 from support import VERSION, entry_points
 from support.cli.parse import parse_arguments
 from support.errors import MissingRequirement
-from support.strategies import requirements as requirements_of_strategy
-from support.tables import STRATEGIES
+from support.strategies.deepspeed import requirements as requirements_of_strategy
+from support.strategies.table import STRATEGIES
 
 try:
     import tomllib
@@ -186,17 +186,18 @@ def pretend(monkeypatch, deepspeed: str | None):
 
 def test_old_releases_are_refused_on_a_cpu(monkeypatch):
     """Otherwise all ranks would fail: fsdp in the first backward pass, infinity at its start."""
-    check = requirements_of_strategy.check_cpu_support
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("support.strategies.deepspeed.ops.is_compiled", lambda _: True)
     monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {"record_event": None}))
     pretend(monkeypatch, "0.19.8")
     for strategy in STRATEGIES.values():
-        check(strategy)
+        strategy.check_requirements(1)
     monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {}))
     pretend(monkeypatch, "0.19.3")
     for name, package in (("fsdp", "torch"), ("infinity", "deepspeed")):
         with pytest.raises(MissingRequirement, match=f"--upgrade '?{package}"):
-            check(STRATEGIES[name])
-    check(STRATEGIES["offload"])
+            STRATEGIES[name].check_requirements(1)
+    STRATEGIES["zero3"].check_requirements(1)
 
 
 def test_old_deepspeed_needs_nvcc_on_a_gpu(monkeypatch, tmp_path):
@@ -207,20 +208,19 @@ def test_old_deepspeed_needs_nvcc_on_a_gpu(monkeypatch, tmp_path):
     for home in (None, str(tmp_path)):
         monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
         with pytest.raises(MissingRequirement, match=r"0\.18\.6.*nvcc"):
-            check(STRATEGIES["zero2"])
-        check(STRATEGIES["fsdp"])
+            check()
     toolkit.parent.mkdir()
     toolkit.touch()
-    check(STRATEGIES["zero2"])
+    check()
     toolkit.unlink()
     monkeypatch.setattr("torch.version.cuda", None)
-    check(STRATEGIES["zero2"])
+    check()
     monkeypatch.setattr("torch.version.cuda", "12.6")
     pretend(monkeypatch, "0.19.0")
-    check(STRATEGIES["zero2"])
+    check()
 
 
-OF_DEEPSPEED = {name for name, strategy in STRATEGIES.items() if strategy.uses_deepspeed}
+OF_DEEPSPEED = {name for name, strategy in STRATEGIES.items() if strategy.engine == "deepspeed"}
 # The strategies that a release trains wrongly on any device, and those that fail on a CPU only.
 WRONG = {
     **dict.fromkeys(["0.17.6", "0.18.0", "0.18.1", "0.18.2"], ({"zero2"}, set())),
@@ -238,9 +238,12 @@ def refused(release: str, on_cpu: bool, monkeypatch, accumulation: int = 2) -> s
     """The strategies that are refused under a release of DeepSpeed."""
     pretend(monkeypatch, release)
     found = set()
-    for name, strategy in STRATEGIES.items():
+    for name in OF_DEEPSPEED:
+        strategy = STRATEGIES[name]
         try:
-            requirements_of_strategy.check_release(strategy, accumulation, on_cpu)
+            requirements_of_strategy.check_release(
+                strategy.stage, strategy.offloads, accumulation, on_cpu
+            )
         except MissingRequirement as error:
             assert str(Version(release)) in str(error) and "pip install" in str(error)
             found.add(name)
@@ -269,8 +272,8 @@ def test_a_pre_release_is_refused_with_the_release_before_it(monkeypatch):
 
 def test_without_deepspeed_its_absence_is_the_error(monkeypatch):
     """Not a message about its release."""
-    monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {"record_event": None}))
     pretend(monkeypatch, None)
-    for strategy in STRATEGIES.values():
-        requirements_of_strategy.check_release(strategy, 4, True)
-        requirements_of_strategy.check_cpu_support(strategy)
+    for name in OF_DEEPSPEED:
+        strategy = STRATEGIES[name]
+        requirements_of_strategy.check_release(strategy.stage, strategy.offloads, 4, True)
+    requirements_of_strategy.check_nvme_on_cpu()

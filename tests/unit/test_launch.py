@@ -186,9 +186,9 @@ def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     values = restart_values(args, Path("out"))
     monkeypatch.setenv(process.RESTARTED, json.dumps(values))
     changed = continue_restarted(args)
-    config = changed.ds_config_dict
+    config = changed.configured_strategy.config
     assert (changed.batch_size, changed.gradient_accumulation_steps) == (4, 2)
     assert (changed.output_dir, changed.given) == ("out", args.given)
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2
-    assert config["train_batch_size"] == args.ds_config_dict["train_batch_size"]
+    assert config["train_batch_size"] == args.configured_strategy.config["train_batch_size"]

@@ -9,12 +9,12 @@ from conftest import STRATEGIES
 
 from support.cli.parse import parse_arguments
 from support.errors import UserError
-from support.memory.architectures import find_architecture
 from support.memory.estimate import predict
+from support.memory.find_architecture import find_architecture
 from support.memory.fit import Limits, fitting_split, planned_work, recommend, remedies
 from support.memory.measure import over_ranks
-from support.memory.workload import Workload, adapters
 from support.units import GB, KB, MB
+from support.workload.workload import Workload, adapters
 
 # GPT-2's elements: in matrices, in the rest (DeepSpeed flattens them apart), in the largest matrix.
 MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376

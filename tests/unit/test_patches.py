@@ -1,4 +1,4 @@
-"""What support/patches.py replaces exists in the installed libraries; which of DeepSpeed's ops are
+"""What the patches replace exists in the installed libraries; which of DeepSpeed's ops are
 needed, and where they are.
 """
 
@@ -19,8 +19,9 @@ from packaging.version import Version
 from support import patches
 from support.errors import MissingRequirement
 from support.model.isolation import OLDEST_TRANSFORMERS
-from support.strategies import ops, requirements
-from support.tables import STRATEGIES
+from support.strategies.deepspeed import ops, requirements
+from support.strategies.deepspeed import patches as patches_of_deepspeed
+from support.strategies.table import STRATEGIES
 
 # What each patch replaces, as "module:attribute".
 PATCHES = {
@@ -59,8 +60,9 @@ def test_each_patched_attribute_exists_in_the_installed_library(target):
 def test_every_patch_is_listed_and_says_when_to_remove_it():
     functions = {
         name: inspect.getdoc(value)
-        for name, value in vars(patches).items()
-        if getattr(value, "__module__", "") == patches.__name__
+        for module in (patches, patches_of_deepspeed)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
     }
     assert set(functions) == set(PATCHES)
     assert all("Remove it when" in text for text in functions.values())
@@ -77,7 +79,7 @@ def test_free_memory_of_a_gpu_that_is_named_by_its_uuid(monkeypatch):
     gpu = object.__new__(cuda_accelerator.CUDA_Accelerator)
     kind = cuda_accelerator.CUDA_Accelerator
     monkeypatch.setattr(kind, "available_memory", kind.available_memory)  # restored afterwards
-    patches.count_free_gpu_memory()
+    patches_of_deepspeed.count_free_gpu_memory()
     assert gpu.available_memory() == 5
 
 
@@ -96,7 +98,7 @@ def test_offload_waits_once_for_the_norms_of_the_gradients(monkeypatch, read):
         Optimizer, total, lambda self, _: found.extend(self.norm_for_param_grads.items())
     )
     monkeypatch.setattr(Optimizer, track, lambda self, gradient: found.append(gradient))
-    patches.wait_once_for_offloaded_gradients()
+    patches_of_deepspeed.wait_once_for_offloaded_gradients()
     norms = {7: torch.tensor(3.0, dtype=torch.float64), 9: torch.tensor(0.1, dtype=torch.float64)}
     optimizer = SimpleNamespace(norm_for_param_grads=norms, check_grad_overflow=read)
     getattr(Optimizer, total)(optimizer, [])
@@ -119,7 +121,7 @@ def test_path_is_quoted_once(monkeypatch):
 
 
 def test_only_offload_and_infinity_need_ops():
-    needed = {name: ops.needed_ops(strategy) for name, strategy in STRATEGIES.items()}
+    needed = {name: strategy.needed_ops() for name, strategy in STRATEGIES.items()}
     assert needed.pop("offload") == ["cpu_adam"]
     assert needed.pop("infinity")[:2] == ["cpu_adam", "async_io"]
     assert not any(needed.values())

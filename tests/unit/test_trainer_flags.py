@@ -7,11 +7,11 @@ import torch
 from conftest import PROJECT
 
 from real_model_example import create_optimizer, learning_rate, parameter_groups
-from support.cli.arguments import FsdpOptions
 from support.cli.checks import check_data_paths
 from support.cli.flags import FLAGS, IGNORED, RENAMED
-from support.cli.parse import ignored_flags, parse_arguments
+from support.cli.parse import parse_arguments
 from support.errors import UserError
+from support.strategies.fsdp.options import FsdpOptions
 
 
 def test_tables_name_existing_flags_once():
@@ -119,7 +119,7 @@ def test_warmup_ratio_is_a_share_of_all_steps():
 
 def test_fsdp_takes_the_options_of_trainer():
     def options(*flags):
-        return parse_arguments(["--fsdp", *flags]).fsdp
+        return parse_arguments(["--fsdp", *flags]).configured_strategy.options
 
     assert options() == options("full_shard auto_wrap") == FsdpOptions()
     assert options("shard_grad_op auto_wrap").reshard_after_forward is False
@@ -141,19 +141,20 @@ def test_file_of_fsdp(tmp_path):
         backward_prefetch="backward_pre",
         _comment="mine",
     )
-    assert args.precision == "bf16" and args.fsdp.layers == ("GPT2Block", "Other")
-    assert not args.fsdp.reshard_after_forward and args.fsdp.wrap_layers
-    assert ignored_flags(args)[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
+    options = args.configured_strategy.options
+    assert args.precision == "bf16" and options.layers == ("GPT2Block", "Other")
+    assert not options.reshard_after_forward and options.wrap_layers
+    assert args.notices[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
     assert read(sharding_strategy="no_shard").strategy == "dp"
     with pytest.raises(UserError, match=r"fsdp\.json: sharding_strategy HALF"):
         read(sharding_strategy="half")
 
 
 def test_ignored_flags_are_reported():
-    [line] = ignored_flags(parse_arguments(["--do_train", "--log_level", "info", "--use_cache"]))
+    [line] = parse_arguments(["--do_train", "--log_level", "info", "--use_cache"]).notices
     assert line.startswith("Ignored") and "--log_level, --use_cache" in line
-    assert ignored_flags(parse_arguments([])) == []
+    assert parse_arguments([]).notices == ()
     without = ["--logging_dir", "x", "--report_to", "none"]  # a usual pair in old command lines
-    assert ignored_flags(parse_arguments(without)) == [
-        "--logging_dir is used by --report_to tensorboard only: ignored"
-    ]
+    assert parse_arguments(without).notices == (
+        "--logging_dir is used by --report_to tensorboard only: ignored",
+    )

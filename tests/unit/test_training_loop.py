@@ -15,8 +15,10 @@ import real_model_example as program
 from support.cli.parse import parse_arguments
 from support.data.batches import StepBatch, train_state
 from support.model.resolve import copy_to_device
-from support.strategies.gradients import gradient_norm
-from support.train_state import TrainingObjects, TrainState
+from support.strategies.gradients import gradient_norm, loss_scaler
+from support.strategies.objects import TrainingObjects
+from support.strategies.table import STRATEGIES
+from support.train_state import TrainState
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def one_step(ctx, monkeypatch):
         model.weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
         optimizer = torch.optim.SGD(model.parameters())
         scaler, flag = scaler_of(ctx, precision), torch.zeros((), dtype=torch.bool)
-        objects = TrainingObjects(model, optimizer, scaler, None, flag)
+        objects = TrainingObjects(STRATEGIES["dp"], model, optimizer, scaler, flag)
         micro_batches = [(torch.full((2, 4), n + 1), torch.ones(2, 4), None) for n in range(3)]
         state = TrainState(total_steps=9, num_sequences=99, global_batch=6, step=step)
         run.manager.stop_requested.return_value = False
@@ -67,11 +69,7 @@ def one_step(ctx, monkeypatch):
 
 def scaler_of(ctx, precision: str) -> torch.amp.GradScaler:
     """The scaler of a dp run in this precision."""
-    ctx.precision = precision
-    args = parse_arguments(["--eval_only"])  # without a wrapper and an optimizer
-    scaler = program.wrap(torch.nn.Linear(1, 1), None, args, ctx).scaler
-    ctx.precision = "fp32"  # fp16 needs a GPU; scaling does not
-    return scaler
+    return loss_scaler(ctx.device, simulated=False, enabled=precision == "fp16")
 
 
 def test_the_update_is_clipped(one_step):

@@ -7,13 +7,15 @@ numbers are for other kernels). Dropout is not counted. All results are in bytes
 
 from typing import NamedTuple
 
-from support.memory.workload import Workload
 from support.units import number_of_chunks
+from support.workload.workload import Workload
 
 # Moments of an optimizer step at which its memory can be at its peak: while the loss is computed;
 # at the start of backward, with all activations; at its end, with all gradients; in the update.
 LOSS, BACKWARD, END, UPDATE = "loss", "backward", "end of backward", "update"
 STEP = (LOSS, BACKWARD, END, UPDATE)
+# Places of model states outside of the GPU.
+HOST, NVME = ("host",), ("nvme",)
 
 # Layers whose input is the norm before attention, and the norm before the MLP.
 FIRST_OF_ATTENTION = ("c_attn", "query_key_value", "q_proj", "k_proj", "v_proj")
@@ -28,15 +30,15 @@ class Term(NamedTuple):
     phases: tuple[str, ...]  # when it is in memory: of STEP; or "host" or "nvme", where it is
 
 
-def activation_terms(work: Workload, strategy: str) -> list[Term]:
+def activation_terms(work: Workload) -> list[Term]:
     """Return what autograd holds from forward until backward, without the loss.
 
     Under autocast the 16-bit copies of the weights are included. With gradient checkpointing,
     backward additionally holds the activations of one transformer block.
     """
     m, c, held = work.model, work.item, (LOSS, BACKWARD)
-    stream, adapters = work.stream(strategy), work.lora
-    of_block = saved_by_block(work, strategy)
+    stream, adapters = work.stream, work.lora
+    of_block = saved_by_block(work)
     terms = []
     if work.gradient_checkpointing:
         # With frozen embeddings transformers makes their output a leaf that requires a gradient. It
@@ -51,21 +53,21 @@ def activation_terms(work: Workload, strategy: str) -> list[Term]:
         if adapters:
             # No gradient is needed before the first adapter: not for the first norm, nor for the
             # MLP if it is parallel to attention and has no adapters.
-            norm = 4 if m.family == "llama" else work.layer_norm(strategy)
+            norm = 4 if m.family == "llama" else work.layer_norm
             before = norm * m.hidden * work.tokens
             if m.parallel and not any(layer.startswith("mlp") for layer in adapters.layers):
                 before += of_block["MLP"]
             terms.append(Term("activations: before adapters", -before, held))
-        if work.autocast(strategy):
+        if work.autocast:
             matrices = m.layers * sum(filter(m.is_matrix, m.block()))
             size = c * (sum(work.trained) if adapters else matrices)
             terms.append(Term("16-bit weight copies", size, held))
     if m.family == "llama":
         # Frozen, the final norm saves its fp32 input only.
-        trained = 8 if work.casts_weights(strategy) else 4 + c
+        trained = 8 if work.casts_weights else 4 + c
         final_norm = 4 if adapters else trained
     else:
-        final_norm = work.layer_norm(strategy)
+        final_norm = work.layer_norm
     if work.precision == "fp16":  # backward computes the logits again from the loss's input
         final_norm += stream
     terms.append(Term("activations: final norm", work.tokens * final_norm * m.hidden, held))
@@ -74,7 +76,7 @@ def activation_terms(work: Workload, strategy: str) -> list[Term]:
     return terms
 
 
-def saved_by_block(work: Workload, strategy: str) -> dict[str, int]:
+def saved_by_block(work: Workload) -> dict[str, int]:
     """Return the bytes that autograd saves of a transformer block, with fused attention (SDPA).
 
     Each number is a tensor that some operation saves. A tensor that two operations save is counted
@@ -83,7 +85,7 @@ def saved_by_block(work: Workload, strategy: str) -> dict[str, int]:
     m, c = work.model, work.item
     h, frozen = m.hidden, work.lora is not None
     readers = [  # of the norm before attention, and of the norm before the MLP
-        sum(layer.endswith(names) and work.saves(layer, strategy) for layer in m.linear_layers())
+        sum(layer.endswith(names) and work.saves(layer) for layer in m.linear_layers())
         for names in (FIRST_OF_ATTENTION, FIRST_OF_MLP)
     ]
     # Query, key, value and output; the kernel's log-sum-exp in fp32.
@@ -93,44 +95,44 @@ def saved_by_block(work: Workload, strategy: str) -> dict[str, int]:
     if m.family == "llama":
         # RMSNorm computes in fp32: its fp32 input, the normalized input, and its output (under
         # autocast a 16-bit copy for each linear layer that reads it).
-        normalized = 0 if frozen else work.stream(strategy)
-        outputs = sum(readers) if work.casts_weights(strategy) else sum(map(bool, readers))
+        normalized = 0 if frozen else work.stream
+        outputs = sum(readers) if work.casts_weights else sum(map(bool, readers))
         norms = 2 * (4 + normalized) * h + c * h * outputs
         if m.qk_norm:
             norms += (4 + (0 if frozen else c)) * (m.query + m.key)
     else:
         inputs = 1 if m.parallel else 2  # parallel attention and MLP have the same input
-        norms = work.layer_norm(strategy) * h * inputs + c * h * sum(map(bool, readers))
+        norms = work.layer_norm * h * inputs + c * h * sum(map(bool, readers))
     if m.family == "gpt_neox":
         # Query and key are rotated copies. The joint projection stays in memory because the value
         # is a view of it. The output is copied to the layout of the next layer.
-        attention += c * h * (3 if work.saves("attention.dense", strategy) else 2)
-    per_token = {"norms": norms, "attention": attention, "MLP": _saved_by_mlp(work, strategy)}
+        attention += c * h * (3 if work.saves("attention.dense") else 2)
+    per_token = {"norms": norms, "attention": attention, "MLP": _saved_by_mlp(work)}
     if work.lora:  # the output of A, which is the input of B
         per_token["adapters"] = c * work.lora.r * len(work.lora.layers)
     return {name: work.tokens * size for name, size in per_token.items()}
 
 
-def _saved_by_mlp(work: Workload, strategy: str) -> int:
+def _saved_by_mlp(work: Workload) -> int:
     """Return the bytes per token that the MLP saves after its first linear layers.
 
     Llama saves gate, its activation and up; the other families the activation's input, and what the
     activation saves in addition. The last layer's input is included if that layer saves it.
     """
     m, c = work.model, work.item
-    product = c if work.saves(list(m.linear_layers())[-1], strategy) else 0
+    product = c if work.saves(list(m.linear_layers())[-1]) else 0
     if m.family == "llama":
         return (3 * c + product) * m.intermediate
     in_activation = 0
     # transformers computes GPT-2's gelu_new in eight operations. On CUDA, autocast computes powers
     # in fp32, and so are the operations that follow.
     if m.activation == "gelu_new" and not work.fused_gelu:
-        in_fp32 = work.autocast(strategy) and work.device == "cuda"
+        in_fp32 = work.autocast and work.device == "cuda"
         in_activation = 3 * 4 + c if in_fp32 else 3 * c
     return (c + product + in_activation) * m.intermediate
 
 
-def loss_terms(work: Workload, strategy: str) -> list[Term]:
+def loss_terms(work: Workload) -> list[Term]:
     """Return what model/loss.py, which computes in chunks, adds to the activations."""
     m, c = work.model, work.item
     chunks = number_of_chunks(work.tokens, m.vocabulary, work.device)
@@ -139,32 +141,32 @@ def loss_terms(work: Workload, strategy: str) -> list[Term]:
     weight, inputs = m.vocabulary * m.hidden, work.tokens * m.hidden
     # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
     of_weight = 0 if work.lora else weight * (4 if c == 4 else 4 + c)
-    copies = c * (weight + inputs) if work.casts_weights(strategy) else 0
+    copies = c * (weight + inputs) if work.casts_weights else 0
     if work.loss_in_graph:
         logits = c * work.tokens * m.vocabulary
         return [
             Term("loss: logits", logits, (LOSS, BACKWARD)),  # their gradient replaces them
             Term("loss: 16-bit copies", copies, (LOSS, BACKWARD)),
-            Term("gradients of the head", gradients_of_head(work, strategy), (BACKWARD,)),
+            Term("gradients of the head", gradients_of_head(work), (BACKWARD,)),
         ]
     return [
         Term("loss: a chunk of logits", chunk, (LOSS,)),
         Term("loss: weight's gradient", of_weight, (LOSS,)),
-        Term("loss: input's gradient", work.stream(strategy) * inputs, (LOSS,)),
+        Term("loss: input's gradient", work.stream * inputs, (LOSS,)),
         Term("loss: 16-bit copies", copies, (LOSS,)),
-        Term("gradients of the head", gradients_of_head(work, strategy), (BACKWARD,)),
+        Term("gradients of the head", gradients_of_head(work), (BACKWARD,)),
     ]
 
 
-def kept_by_loss(work: Workload, strategy: str) -> int:
+def kept_by_loss(work: Workload) -> int:
     """Return the bytes that the loss keeps from forward until backward."""
     if work.loss_in_graph:
         return work.item * work.tokens * work.model.vocabulary
     # In fp16 backward computes the gradients.
-    return 0 if work.precision == "fp16" else gradients_of_head(work, strategy)
+    return 0 if work.precision == "fp16" else gradients_of_head(work)
 
 
-def gradients_of_head(work: Workload, strategy: str) -> int:
+def gradients_of_head(work: Workload) -> int:
     """Return the bytes of the gradients of the head: of its input, and of its weight if trained."""
     rows = work.tokens + (0 if work.lora else work.model.vocabulary)
-    return work.stream(strategy) * work.model.hidden * rows
+    return work.stream * work.model.hidden * rows

@@ -27,10 +27,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from support import PROJECT, console, patches
-from support.cluster import tuning
 from support.errors import MissingRequirement, look_up
-from support.programs import run_program
-from support.tables import Strategy
+from support.programs import prefer_own_ninja, run_program
+from support.strategies.deepspeed.patches import compile_ops_with
 
 CPU_INFO = Path("/proc/cpuinfo")
 # The flags in it of instructions that a compiler uses with -march=native. The other
@@ -52,19 +51,19 @@ EXTENSION_HEADER = """#pragma once
 FLAGS = ["-g0"]
 
 
-def needed_ops(strategy: Strategy) -> list[str]:
-    """Return the names of DeepSpeed's C++ ops that this strategy needs."""
-    ops = ["cpu_adam"] if strategy.offloads and strategy.uses_deepspeed else []
-    if strategy.uses_nvme:
+def needed_ops(offloads: bool, needs_nvme: bool) -> list[str]:
+    """Return the names of DeepSpeed's C++ ops that a strategy needs.
+
+    Args:
+        offloads: it updates the optimizer states on the CPU.
+        needs_nvme: it keeps states on NVMe.
+    """
+    ops = ["cpu_adam"] if offloads else []
+    if needs_nvme:
         ops.append("async_io")
         if any(_deepspeed_files("ops/op_builder/pin_memory.py")):  # since DeepSpeed 0.19
             ops.append("pin_memory")
     return ops
-
-
-def missing_ops(strategy: Strategy) -> list[str]:
-    """Return the ops of `needed_ops` that are not compiled yet for this machine."""
-    return [op for op in needed_ops(strategy) if not is_compiled(op)]
 
 
 def is_compiled(op: str) -> bool:
@@ -174,7 +173,7 @@ def build_ops(names: list[str]) -> bool:
 def _build(missing: list[str], folder: Path) -> bool:
     """Compile ops one after the other in `folder`, and move those that succeeded."""
     os.environ.update(TORCH_EXTENSIONS_DIR=str(folder), DS_ACCELERATOR="cpu")
-    tuning.prefer_own_ninja()
+    prefer_own_ninja()
     patches.quote_library_path()
     compiled = []
     # async_io loads pin_memory, which must therefore stay in the folder until both are compiled.
@@ -204,7 +203,7 @@ def _compile(op: str, folder: Path) -> None:
     header.parent.mkdir(parents=True, exist_ok=True)
     header.write_text(EXTENSION_HEADER)
     try:
-        with patches.compile_ops_with(str(folder / "include"), FLAGS):
+        with compile_ops_with(str(folder / "include"), FLAGS):
             ALL_OPS[op].load(verbose=False)
     except Exception:  # the second attempt also fails if our changes are not the cause
         ALL_OPS[op].load(verbose=False)

@@ -1,21 +1,26 @@
 """FSDP: which layers it shards one by one, and how the weights reach the shards."""
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from support import console
-from support.cluster.context import DistContext
-from support.model.resolve import transformer_blocks
+from support.strategies.fsdp.options import FsdpOptions
 
 
-def blocks_to_shard(model: nn.Module, options) -> list[nn.Module]:
-    """Return the layers that FSDP shards: those of its configuration, or the blocks."""
+def layers_to_shard(
+    model: nn.Module, blocks: list[nn.Module], options: FsdpOptions
+) -> list[nn.Module]:
+    """Return the layers that FSDP shards one by one: those of its configuration, or the blocks.
+
+    Args:
+        blocks: the transformer blocks of the model.
+    """
     if not options.wrap_layers:
         return []
     named = [module for module in model.modules() if type(module).__name__ in options.layers]
     if named:
         return named
-    blocks = transformer_blocks(model)
     if options.layers:
         kind = type(blocks[0]).__name__ if blocks else "none"
         console.warn(
@@ -25,12 +30,13 @@ def blocks_to_shard(model: nn.Module, options) -> list[nn.Module]:
     return blocks
 
 
-def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContext) -> None:
+def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
     """Distribute a model's weights to the ranks as shards, and its buffers whole.
 
     Args:
         sharded: the model under FSDP2, with uninitialised memory.
         whole: the same model with its weights on rank 0; None on other ranks.
+        device: of this rank.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -38,7 +44,7 @@ def fill_from_rank0(sharded: nn.Module, whole: nn.Module | None, ctx: DistContex
     set_model_state_dict(sharded, {} if whole is None else whole.state_dict(), options=options)
     # State dicts do not contain buffers such as rotary frequencies.
     for name, buffer in sharded.named_buffers():
-        buffer.data = buffer.data.to(ctx.device)  # also if parameters stay on the CPU
+        buffer.data = buffer.data.to(device)  # also if parameters stay on the CPU
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)

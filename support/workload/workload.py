@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from support.errors import UserError
-from support.memory.architectures import Architecture
-from support.tables import OPTIMIZERS, STRATEGIES
+from support.optimizers import OPTIMIZERS
 from support.units import HOPPER, TURING, fits_in_graph, shares_keys
+from support.workload.architectures import Architecture
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
 USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}
@@ -81,16 +81,10 @@ class Workload:
     compiled: bool = False  # with torch.compile
     load_in_4bit: bool = False  # the frozen weights of the linear layers are in 4 bits (NF4)
     capability: tuple[int, int] = HOPPER  # compute capability of the GPU
-
-    @property
-    def strategies(self) -> list[str]:
-        """The strategies that support this workload."""
-        optimizer = OPTIMIZERS[self.optimizer]
-        return [
-            name
-            for name, row in STRATEGIES.items()
-            if optimizer.problem(row) is None and not (self.load_in_4bit and row.shards_parameters)
-        ]
+    # What the strategy determines, see Strategy: autocast chooses the dtypes of this precision; and
+    # torch.nn.Linear is replaced by a version that always saves its input.
+    autocast: bool = False
+    replaces_linear: bool = False
 
     @property
     def trained(self) -> list[int]:
@@ -164,35 +158,43 @@ class Workload:
         """Bytes per element in computations."""
         return 4 if self.precision == "fp32" else 2
 
-    def autocast(self, strategy: str) -> bool:
-        """Return whether autocast chooses the dtypes: in 16 bit for dp, and in fp16 for fsdp.
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast makes 16-bit copies of fp32 weights; frozen ones are 16-bit."""
+        return self.autocast and self.lora is None
 
-        In all other 16-bit runs DeepSpeed or FSDP2 converts the weights.
+    @property
+    def stream(self) -> int:
+        """Bytes per element of the residual stream: it has the embedding's dtype."""
+        return 4 if self.casts_weights else self.item
+
+    @property
+    def layer_norm(self) -> int:
+        """Bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
+        return 4 if self.autocast and self.device == "cuda" else self.stream
+
+    @property
+    def optimizer_temporaries(self) -> int:
+        """Temporary bytes per element while an optimizer updates a tensor.
+
+        Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none.
         """
-        precisions = {"ddp": ("bf16", "fp16"), "fsdp": ("fp16",), "deepspeed": ()}
-        return self.precision in precisions[STRATEGIES[strategy].engine]
+        if self.optimizer == "adafactor":
+            return 8
+        return 20 if self.optimizer == "adamw_8bit" and self.device == "cpu" else 0
 
-    def casts_weights(self, strategy: str) -> bool:
-        """Return whether autocast makes 16-bit copies of fp32 weights; frozen ones are 16-bit."""
-        return self.autocast(strategy) and self.lora is None
-
-    def stream(self, strategy: str) -> int:
-        """Return the bytes per element of the residual stream: it has the embedding's dtype."""
-        return 4 if self.casts_weights(strategy) else self.item
-
-    def layer_norm(self, strategy: str) -> int:
-        """Return the bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
-        in_fp32 = self.autocast(strategy) and self.device == "cuda"
-        return 4 if in_fp32 else self.stream(strategy)
-
-    def saves(self, layer: str, strategy: str) -> bool:
+    def saves(self, layer: str) -> bool:
         """Return whether autograd saves a linear layer's input, for its weights' gradient.
 
-        DeepSpeed's stage 3 replaces torch.nn.Linear by a version that always saves its input; GPT-2
-        has no such layer except its output layer.
+        GPT-2 has no torch.nn.Linear except its output layer.
         """
-        own_linear = STRATEGIES[strategy].stage == 3 and self.model.family != "gpt2"
+        own_linear = self.replaces_linear and self.model.family != "gpt2"
         return self.lora is None or layer in self.lora.layers or own_linear
+
+
+def shard_elements(sizes: list[int], n: int) -> int:
+    """Return the elements of one rank's shards of parameters, each divided by n and rounded up."""
+    return sum(-(-size // n) for size in sizes)
 
 
 def workload_of(

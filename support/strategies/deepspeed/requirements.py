@@ -1,11 +1,9 @@
-"""Checks of what a run needs: releases that train right, compilers, locked memory, NVMe."""
+"""Checks of what DeepSpeed needs: releases that train right, a compiler, locked memory, NVMe."""
 
-import importlib.util
 import os
 import re
 import resource
 import shutil
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -15,11 +13,9 @@ from typing import NamedTuple
 import torch
 from packaging.version import Version
 
-from support.cli.arguments import Arguments, configured_strategy
 from support.errors import MissingRequirement
 from support.files.atomic import TemporaryFolder
-from support.strategies import ops
-from support.tables import Strategy
+from support.strategies.deepspeed import ops
 from support.units import GB
 
 # Releases of DeepSpeed.
@@ -34,7 +30,7 @@ class Fault(NamedTuple):
 
     first: Version  # the first release with the fault
     fixed: Version  # the first release without it
-    affects: Callable[[Strategy, int], bool]  # of a strategy, with so many micro-batches a step
+    affects: Callable[[int, bool, int], bool]  # (ZeRO stage, offloads, micro-batches of a step)
     only_on_cpu: bool
     text: str  # what happens
     source: str  # at github.com/deepspeedai/DeepSpeed
@@ -53,7 +49,7 @@ FAULTS = (
     Fault(
         Version("0.17.6"),
         Version("0.18.3"),
-        lambda strategy, accumulation: strategy.stage == 2 and not strategy.offloads,
+        lambda stage, offloads, accumulation: stage == 2 and not offloads,
         False,
         "keeps only the gradients of the last micro-batch of a step",
         "issue 7718",
@@ -62,9 +58,7 @@ FAULTS = (
     Fault(
         Version("0.17.0"),
         Version("0.19.0"),
-        lambda strategy, accumulation: (
-            strategy.stage in (1, 2) and strategy.offloads and accumulation > 2
-        ),
+        lambda stage, offloads, accumulation: stage < 3 and offloads and accumulation > 2,
         False,
         "adds up only the first and the last micro-batch of a step",
         "pull request 7967",
@@ -73,7 +67,7 @@ FAULTS = (
     Fault(
         Version("0.18.3"),
         Version("0.18.4"),
-        lambda strategy, accumulation: strategy.uses_deepspeed,
+        lambda stage, offloads, accumulation: True,
         False,
         "divides the gradients by --gradient_accumulation_steps once more",
         "pull request 7724",
@@ -82,7 +76,7 @@ FAULTS = (
     Fault(
         Version("0.18.7"),
         Version("0.19.0"),
-        lambda strategy, accumulation: strategy.stage in (1, 2),
+        lambda stage, offloads, accumulation: stage < 3,
         True,
         "fails on a CPU in the first update",
         "pull request 7948",
@@ -90,20 +84,25 @@ FAULTS = (
 )
 
 
-def check_requirements(args: Arguments) -> None:
-    """Check what the strategy needs of this machine, before any data is read.
+def check_requirements(stage: int, offloads: bool, needed: list[str], accumulation: int) -> None:
+    """Check what a strategy needs of this machine, before any data is read.
 
+    Args:
+        stage: of ZeRO.
+        offloads: it keeps optimizer states outside the device.
+        needed: the ops that it needs.
+        accumulation: micro-batches of a step.
     Raises:
         MissingRequirement: the installed DeepSpeed trains the strategy wrongly, or another release,
             a compiler or libaio is missing.
     """
-    strategy, on_cpu = configured_strategy(args), not torch.cuda.is_available()
-    check_release(strategy, args.gradient_accumulation_steps, on_cpu)
-    if on_cpu:
-        check_cpu_support(strategy)
-    else:
-        check_gpu_support(strategy)
-    missing = ops.missing_ops(strategy)
+    on_cpu = not torch.cuda.is_available()
+    check_release(stage, offloads, accumulation, on_cpu)
+    if not on_cpu:
+        check_gpu_support()
+    elif "async_io" in needed:
+        check_nvme_on_cpu()
+    missing = [op for op in needed if not ops.is_compiled(op)]
     check_builds(missing)
     if "async_io" in missing:
         ops.check_libaio()
@@ -117,7 +116,7 @@ def deepspeed_release() -> Version | None:
         return None
 
 
-def check_release(strategy: Strategy, accumulation: int, on_cpu: bool) -> None:
+def check_release(stage: int, offloads: bool, accumulation: int, on_cpu: bool) -> None:
     """Check that the installed DeepSpeed trains the strategy right.
 
     Args:
@@ -125,11 +124,13 @@ def check_release(strategy: Strategy, accumulation: int, on_cpu: bool) -> None:
     Raises:
         MissingRequirement: it has one of FAULTS.
     """
-    release = deepspeed_release() if strategy.uses_deepspeed else None
+    release = deepspeed_release()
     if release is None:
         return
     for fault in FAULTS:
-        can_happen = fault.affects(strategy, accumulation) and (on_cpu or not fault.only_on_cpu)
+        can_happen = fault.affects(stage, offloads, accumulation) and (
+            on_cpu or not fault.only_on_cpu
+        )
         if can_happen and fault.is_in(release):
             raise MissingRequirement(
                 f"DeepSpeed {release} {fault.text} under this strategy (deepspeedai/DeepSpeed, "
@@ -138,15 +139,9 @@ def check_release(strategy: Strategy, accumulation: int, on_cpu: bool) -> None:
             )
 
 
-def check_cpu_support(strategy: Strategy) -> None:
-    """Check that the installed releases support the strategy on a CPU."""
-    # torch's streams for the CPU record no events in 2.6.
-    if strategy.engine == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise MissingRequirement(
-            "--strategy fsdp on a CPU needs a newer torch: pip install --upgrade torch, or use "
-            "zero3."
-        )
-    release = deepspeed_release() if strategy.uses_nvme else None
+def check_nvme_on_cpu() -> None:
+    """Check that the installed DeepSpeed trains with states on NVMe without a GPU."""
+    release = deepspeed_release()
     if release and release < OLDEST_INFINITY_ON_CPU:
         raise MissingRequirement(
             f"--strategy infinity on a CPU needs DeepSpeed {OLDEST_INFINITY_ON_CPU} or newer: "
@@ -154,7 +149,7 @@ def check_cpu_support(strategy: Strategy) -> None:
         )
 
 
-def check_gpu_support(strategy: Strategy) -> None:
+def check_gpu_support() -> None:
     """Check that the installed DeepSpeed can be imported on a machine with an NVIDIA GPU.
 
     Before 0.19 it calls nvcc when it is imported, for ops that only inference uses
@@ -163,7 +158,7 @@ def check_gpu_support(strategy: Strategy) -> None:
     Raises:
         MissingRequirement: the release is older, and there is no nvcc.
     """
-    release = deepspeed_release() if strategy.uses_deepspeed else None
+    release = deepspeed_release()
     if release is None or release >= OLDEST_WITHOUT_NVCC or torch.version.cuda is None:
         return
     from torch.utils.cpp_extension import CUDA_HOME
@@ -183,37 +178,6 @@ def check_builds(missing: list[str]) -> None:
             f"DeepSpeed's {', '.join(missing)} must be compiled, but there is no C++ compiler "
             f"({compiler}): apt install build-essential, or module load gcc on a cluster."
         )
-
-
-def check_compile(device: str) -> None:
-    """Check for what torch.compile needs: a compiler, Python's headers, and on a GPU triton.
-
-    On a GPU triton compiles the launchers of its kernels in C (triton/runtime/build.py), on a CPU
-    Inductor compiles kernels in C++ (torch/_inductor/cpp_builder.py).
-
-    Args:
-        device: "cuda" or "cpu".
-    Raises:
-        MissingRequirement: one of them is missing.
-    """
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    header = Path(sysconfig.get_path("include", scheme), "Python.h")
-    if device == "cuda":
-        language, variable, compilers = "C", "CC", ["gcc", "clang"]
-    else:
-        language, variable, compilers = "C++", "CXX", ["g++"]
-    if variable in os.environ:
-        compilers = [os.environ[variable]]
-    problem = ""
-    if device == "cuda" and importlib.util.find_spec("triton") is None:
-        problem = "the package triton is not installed: pip install triton"
-    elif not any(map(shutil.which, compilers)):
-        problem = f"there is no {language} compiler ({' or '.join(compilers)}): "
-        problem += f"apt install build-essential, module load gcc on a cluster, or set {variable}"
-    elif not header.exists():
-        problem = f"{header} is missing: apt install python3-dev, or use conda's or uv's Python"
-    if problem:
-        raise MissingRequirement(f"--compile: {problem}; or leave it out.")
 
 
 def check_locked_memory(needed: int) -> None:
@@ -258,3 +222,12 @@ def make_nvme_folder(path: str | None, needed: int) -> TemporaryFolder:
     if temporary:
         temporary.remove()
     raise MissingRequirement(f"--nvme_path {parent} {problem}: name a folder on a local disk.")
+
+
+def torch_binds_groups() -> bool:
+    """Return whether torch can bind NCCL's group to a device: 2.6.1 to 2.7.0 may hang.
+
+    See pytorch/pytorch, issue 153960.
+    """
+    release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:3])
+    return not (2, 6, 0) < release < (2, 7, 1)

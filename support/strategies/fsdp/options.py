@@ -1,10 +1,11 @@
 """FSDP's options (--fsdp_config): from the JSON of accelerate to PyTorch's FSDP2."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from support.cli.arguments import Arguments, FsdpOptions
 from support.errors import UserError
 from support.files.user_files import did_you_mean, read_json, shown
+from support.strategies.strategy import Flags
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 PRECISIONS = {"BFLOAT16": "bf16", "BF16": "bf16", "FLOAT16": "fp16", "FP16": "fp16"}
@@ -22,6 +23,24 @@ KEYS: dict[str, Any] = {
     "transformer_layer_cls_to_wrap": None,
 }
 LIKE_FORWARD = "backward_prefetch"  # an option of FSDP1, and not a misspelled one
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """FSDP's options, from --fsdp and --fsdp_config."""
+
+    # True frees a layer's all-gathered parameters after forward (FULL_SHARD); False keeps them
+    # until backward (SHARD_GRAD_OP), as ZeRO 2 does.
+    reshard_after_forward: bool = True
+    hybrid: bool = False  # shard within a node and replicate across nodes (HYBRID_SHARD)
+    no_shard: bool = False  # NO_SHARD, which is --strategy dp
+    layers: tuple[str, ...] = ()  # class names of the layers to shard; empty: the model's blocks
+    wrap_layers: bool = True  # False shards the whole model as one unit (NO_WRAP)
+    precision: str | None = None  # fsdp_mixed_precision, in the terms of --precision
+    reduce_in_bf16: bool = False  # reduce gradients in bf16 instead of fp32 (fsdp_reduce_dtype)
+    offload: bool = False  # keep parameters, gradients and optimizer states in host memory
+    forward_prefetch: bool = False  # all-gather the next layer while forward computes one
+    ignored: tuple[str, ...] = field(default=(), compare=False)  # keys of the file without effect
 
 
 def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
@@ -65,25 +84,47 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         reduce_in_bf16=PRECISIONS.get(values.get("reduce_dtype", "")) == "bf16",
         offload=values.get("offload_params", False) or "OFFLOAD" in chosen,
         forward_prefetch=values.get("forward_prefetch", False),
-        words=words,
         ignored=tuple(ignored),
     )
 
 
-def with_fsdp(args: Arguments, words: str) -> Arguments:
-    """Apply --fsdp and the FSDP file; a contradicting --precision is an error."""
-    options = read_fsdp_config(args.fsdp_config, words)
+def read_options(flags: Flags) -> tuple[FsdpOptions, dict[str, Any], dict[str, str]]:
+    """Read the options of --fsdp and of the FSDP file.
+
+    Returns:
+        The options; the values of the flags that they set, and the sources of these values.
+    Raises:
+        UserError: the file cannot be used, or contradicts --precision or --prove.
+    """
+    path, values, sources = flags.values["fsdp_config"], {}, {}
+    options = read_fsdp_config(path, flags.values["fsdp"] or "")
     if (precision := options.precision) is not None:
-        if "precision" in args.given and args.precision != precision:
+        requested = flags.values["precision"]
+        if "precision" in flags.given and requested != precision:
             raise UserError(
-                f"--precision {args.precision} contradicts fsdp_mixed_precision in "
-                f"{args.fsdp_config} ({precision}): change one of them."
+                f"--precision {requested} contradicts fsdp_mixed_precision in {path} "
+                f"({precision}): change one of them."
             )
-        args = args.set(f"{args.fsdp_config}: fsdp_mixed_precision", precision=precision)
-    if args.prove is not None and options.reduce_in_bf16:
+        values["precision"], sources["precision"] = precision, f"{path}: fsdp_mixed_precision"
+    if flags.values["prove"] is not None and options.reduce_in_bf16:
         raise UserError(
-            f"--prove compares gradients in fp32: remove fsdp_reduce_dtype from {args.fsdp_config}."
+            f"--prove compares gradients in fp32: remove fsdp_reduce_dtype from {path}."
         )
     if options.no_shard:
-        args = args.set("NO_SHARD of FSDP", strategy="dp")
-    return args.replace(fsdp=options)
+        values["strategy"], sources["strategy"] = "dp", "NO_SHARD of FSDP"
+    return options, values, sources
+
+
+def notices(options: FsdpOptions, path: str | None) -> tuple[str, ...]:
+    """Return lines about options of a file that have no effect, or another one.
+
+    Args:
+        path: --fsdp_config.
+    """
+    lines = []
+    if options.ignored:
+        names = ", ".join(options.ignored)
+        lines.append(f"{path}: ignored, as there is no such option: {names}")
+    if options.no_shard:
+        lines.append("NO_SHARD: each rank holds the whole model and reduces in fp32: --strategy dp")
+    return tuple(lines)

@@ -5,7 +5,6 @@ import copy
 import importlib.util
 import json
 import logging
-import os
 import re
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -14,9 +13,6 @@ from tempfile import gettempdir
 from typing import Any
 
 from support import PROJECT
-from support.cli.arguments import Arguments
-from support.cli.buckets import bucket_sizes
-from support.cli.flags import FLAGS
 from support.errors import UserError, redact_value, remember_secrets
 from support.files.atomic import write_text
 from support.files.user_files import (
@@ -27,7 +23,9 @@ from support.files.user_files import (
     shown,
     unique_object,
 )
-from support.tables import GROWTH_INTERVAL, INITIAL_SCALE_POWER, STRATEGIES
+from support.optimizers import GROWTH_INTERVAL, INITIAL_SCALE_POWER, OPTIMIZERS
+from support.strategies.deepspeed.buckets import bucket_sizes
+from support.strategies.strategy import Flags
 
 SECTIONS = """
     zero_optimization zero_optimization.offload_optimizer zero_optimization.offload_param optimizer
@@ -92,18 +90,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def check_with_deepspeed(args: Arguments) -> None:
+def check_with_deepspeed(path: str, merged: dict[str, Any], verbose: bool) -> None:
     """Let DeepSpeed check --ds_config. It imports DeepSpeed, so the device must have been chosen.
 
+    Args:
+        path: the file.
+        merged: its content, merged with the flags.
     Raises:
         UserError: a value is not valid, or a key is unknown.
     """
     from deepspeed.runtime import constants
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    if not args.verbose:
+    if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config, file = _without_auto(args.ds_config_dict or {}), shown(args.ds_config)
+    config, file = _without_auto(merged), shown(path)
     # DeepSpeed ignores a misspelled name in the outermost object, and checks those in sections.
     known = {value for value in vars(constants).values() if isinstance(value, str)}
     for key in config.keys() - known:
@@ -158,48 +159,53 @@ def choose_strategy(config: dict[str, Any]) -> str:
 
 
 @dataclass
-class Resolved:
+class Merged:
     """A DeepSpeed file, merged with the flags."""
 
-    args: Arguments
+    flags: Flags
     file: str
     config: dict[str, Any]  # with "auto" where the model or the device decides
-    flags: dict[str, Any] = field(default_factory=dict)  # values that the file sets
+    values: dict[str, Any] = field(default_factory=dict)  # of flags that the file sets
     keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
 
     def value(self, flag: str) -> Any:
         """Return the merged value of a flag."""
-        return self.flags.get(flag, getattr(self.args, flag))
+        return self.values.get(flag, self.flags.values[flag])
+
+    def places(self) -> list[str]:
+        """Return where the optimizer states and the parameters are: "device", "host" or "nvme"."""
+        zero, names = self.config["zero_optimization"], {"cpu": "host", "nvme": "nvme"}
+        devices = ((zero.get(part) or {}).get("device") for part in OFFLOADED)
+        return [names.get(str(device), "device") for device in devices]
+
+    def sources(self) -> dict[str, str]:
+        """Return the sources of the values that the file sets, by flag."""
+        return {name: f"{self.file}: {key}" for name, key in self.keys.items()}
 
     def follow(self, flag: str, key: str, value: Any) -> None:
         """Set a flag to a value of the file, unless the flag was given with another value."""
         if value in (None, AUTO):
             return
         try:
-            required = FLAGS[flag].metadata["kind"](str(value))  # a number may be in quotes
+            required = self.flags.parse(flag, str(value))  # a number may be in quotes
         except argparse.ArgumentTypeError as error:
             raise UserError(f"{self.file}: {key}: {error}.") from error
-        own = getattr(self.args, flag)
-        if flag in self.args.given and own not in (required, AUTO):
+        own = self.flags.values[flag]
+        if flag in self.flags.given and own not in (required, AUTO):
             raise self.contradiction(f"{flag} {own}", f"{key} {value}")
-        self.flags[flag], self.keys[flag] = required, key
+        self.values[flag], self.keys[flag] = required, key
 
     def contradiction(self, flag: str, value: str) -> UserError:
         return UserError(f"--{flag} contradicts {value} in {self.file}: change one of them.")
 
 
-def with_deepspeed(args: Arguments) -> Arguments:
-    """Merge the flags with the DeepSpeed file: the user's, or the strategy's own."""
-    file = args.ds_config or f"{PROJECT}/{STRATEGIES[args.strategy].config_file}"
-    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-    resolved = merge(args, read_ds_config(file), file, world_size)
-    sources = {name: f"{file}: {key}" for name, key in resolved.keys.items()}
-    return args.replace(
-        **resolved.flags, sources={**args.sources, **sources}, ds_config_dict=resolved.config
-    )
+def read_and_merge(flags: Flags, config_file: str) -> Merged:
+    """Merge the flags with the DeepSpeed file: the user's, or this project's `config_file`."""
+    file = flags.values["ds_config"] or f"{PROJECT}/{config_file}"
+    return merge(flags, read_ds_config(file), file)
 
 
-def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) -> Resolved:
+def merge(flags: Flags, content: dict[str, Any], file: str) -> Merged:
     """Merge a DeepSpeed file with the flags, before torch or a model is loaded.
 
     If a flag was not given, the file's value is used. "auto" and missing values come from the flags
@@ -211,41 +217,48 @@ def merge(args: Arguments, content: dict[str, Any], file: str, world_size: int) 
         UserError: the file contradicts --strategy or another given flag, or has a value that is not
             supported.
     """
-    if (described := choose_strategy(content)) != args.strategy:
+    name = flags.values["strategy"]
+    if (described := choose_strategy(content)) != name:
         raise UserError(
             f"{file} describes {described} (zero_optimization.stage and offload_optimizer.device), "
-            f"and --strategy is {args.strategy}: change one of them."
+            f"and --strategy is {name}: change one of them."
         )
-    if args.strategy != "infinity" and _nvme_sections(content):
+    if name != "infinity" and _nvme_sections(content):
         raise UserError(f"{file}: only --strategy infinity keeps states on nvme.")
-    resolved = Resolved(args, file, copy.deepcopy(content))
-    _merge_optimizer(resolved)
-    _merge_flags(resolved)
-    _merge_precision_and_schedule(resolved)
-    batch, steps = resolved.value("batch_size"), resolved.value("gradient_accumulation_steps")
-    product, total = batch * steps * world_size, content.get("train_batch_size", AUTO)
+    merged = Merged(flags, file, copy.deepcopy(content))
+    _merge_optimizer(merged)
+    _merge_flags(merged)
+    _merge_precision_and_schedule(merged)
+    if flags.values["simulate_gpus"] and "fp16" in merged.config:
+        # With a larger scale gradients would overflow and their steps would be skipped.
+        merged.config["fp16"]["loss_scale"] = 1
+    if flags.values["eval_only"]:
+        merged.config.pop("optimizer", None)
+    batch, steps = merged.value("batch_size"), merged.value("gradient_accumulation_steps")
+    product, total = batch * steps * flags.world_size, content.get("train_batch_size", AUTO)
     if total not in (AUTO, product):
         raise UserError(
             f"{file} has train_batch_size {total}, but --batch_size {batch} × "
-            f"--gradient_accumulation_steps {steps} × {world_size} ranks = {product}: change one."
+            f"--gradient_accumulation_steps {steps} × {flags.world_size} ranks = {product}: "
+            "change one."
         )
-    resolved.config["train_batch_size"] = product
-    return resolved
+    merged.config["train_batch_size"] = product
+    return merged
 
 
-def _merge_optimizer(resolved: Resolved) -> None:
+def _merge_optimizer(merged: Merged) -> None:
     """Add AdamW, unless --optim is another optimizer, which the script creates."""
-    config, args = resolved.config, resolved.args
+    config, optimizer = merged.config, merged.flags.values["optim"]
     kind = lookup(config, "optimizer.type")
     # DeepSpeed's Adam is AdamW unless the file says otherwise.
     if kind and str(kind).lower() not in ("adam", "adamw"):
         raise UserError(
-            f"{resolved.file}: leave the optimizer {shown(kind)} out, and use --optim "
-            f"({', '.join(FLAGS['optim'].metadata['choices'])})."
+            f"{merged.file}: leave the optimizer {shown(kind)} out, and use --optim "
+            f"({', '.join(OPTIMIZERS)})."
         )
-    if args.optim != "adamw":
-        if kind and args.ds_config:
-            raise resolved.contradiction(f"optim {args.optim}", f"the optimizer {kind}")
+    if optimizer != "adamw":
+        if kind and merged.flags.values["ds_config"]:
+            raise merged.contradiction(f"optim {optimizer}", f"the optimizer {kind}")
         config.pop("optimizer", None)
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         return
@@ -258,42 +271,42 @@ def _merge_optimizer(resolved: Resolved) -> None:
         params |= {"torch_adam": True, "fused": True}
 
 
-def _merge_flags(resolved: Resolved) -> None:
+def _merge_flags(merged: Merged) -> None:
     """Merge the keys that are flags."""
     for key, flags in FLAGS_OF_KEY.items():
         parent, _, name = key.rpartition(".")
-        section = lookup(resolved.config, parent) if parent else resolved.config
+        section = lookup(merged.config, parent) if parent else merged.config
         if section is None or (name == "nvme_path" and section.get("device") != "nvme"):
             continue
         value = section.get(name)
         parts: Any = value if len(flags) > 1 and isinstance(value, list) else repeat(value)
         for flag, part in zip(flags, parts, strict=False):
-            resolved.follow(flag, key, part)
-        values = [resolved.value(flag) for flag in flags]
+            merged.follow(flag, key, part)
+        values = [merged.value(flag) for flag in flags]
         section[name] = values if len(flags) > 1 else values[0]
 
 
-def _merge_precision_and_schedule(resolved: Resolved) -> None:
+def _merge_precision_and_schedule(merged: Merged) -> None:
     """Merge bf16, fp16 and a scheduler of "auto" values with --precision and --lr_scheduler."""
-    enabled = {name: lookup(resolved.config, f"{name}.enabled") for name in ("bf16", "fp16")}
+    enabled = {name: lookup(merged.config, f"{name}.enabled") for name in ("bf16", "fp16")}
     for name, value in enabled.items():
         if value is True:
-            resolved.follow("precision", f"{name}.enabled", name)
-    requested = resolved.value("precision")
+            merged.follow("precision", f"{name}.enabled", name)
+    requested = merged.value("precision")
     if enabled.get(requested) is False or [*enabled.values()] == [True, True]:
-        raise resolved.contradiction(f"precision {requested}", "bf16.enabled or fp16.enabled")
+        raise merged.contradiction(f"precision {requested}", "bf16.enabled or fp16.enabled")
     if requested == AUTO and enabled["bf16"] is False:
-        resolved.follow("precision", "bf16.enabled", "fp32")
+        merged.follow("precision", "bf16.enabled", "fp32")
 
-    scheduler = resolved.config.pop("scheduler", None) or {}
+    scheduler = merged.config.pop("scheduler", None) or {}
     kind, params = scheduler.get("type", "WarmupDecayLR"), scheduler.get("params") or {}
     if str(kind) not in AUTO_SCHEDULERS or any(value != AUTO for value in params.values()):
         raise UserError(
-            f"{resolved.file}: leave the scheduler {shown(kind)} out, and use --lr_scheduler, "
+            f"{merged.file}: leave the scheduler {shown(kind)} out, and use --lr_scheduler, "
             "--warmup_steps and --lr."
         )
     if scheduler:
-        resolved.follow("lr_scheduler", "scheduler", AUTO_SCHEDULERS[kind])
+        merged.follow("lr_scheduler", "scheduler", AUTO_SCHEDULERS[kind])
 
 
 @dataclass(frozen=True)
@@ -346,13 +359,15 @@ def _fill(section: dict, values: dict, where: tuple = (AUTO,)) -> None:
     section.update({key: value for key, value in values.items() if section.get(key) in where})
 
 
-def write_ds_config(args: Arguments, folder: Path) -> None:
+def write_ds_config(config: dict[str, Any], nvme_path: str | None, folder: Path) -> None:
     """Write a complete configuration to ds_config.json in a folder, for --ds_config.
 
     Its secrets are null: DeepSpeed's clients then look for them in the environment.
+
+    Args:
+        nvme_path: --nvme_path. The run's own folder on that disk is removed at the end.
     """
-    config = redact_value(args.ds_config_dict or {}, hidden=None)
+    config = redact_value(config, hidden=None)
     for section in _nvme_sections(config):
-        # The run's own folder in it is removed at the end.
-        section["nvme_path"] = args.nvme_path or gettempdir()
+        section["nvme_path"] = nvme_path or gettempdir()
     write_text(folder / "ds_config.json", json.dumps(config, indent=2) + "\n")

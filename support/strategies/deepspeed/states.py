@@ -1,4 +1,4 @@
-"""The layouts of DeepSpeed's masters, see `optimizer_shards`: stages 1 and 2, and stage 3."""
+"""The layouts of DeepSpeed's masters, see `ShardedState`: stages 1 and 2, and stage 3."""
 
 import math
 from collections.abc import Iterator

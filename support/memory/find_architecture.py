@@ -1,0 +1,56 @@
+"""From the value of --model to its architecture, without PyTorch and without weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from support.cli.hub import download_config
+from support.errors import UserError
+from support.files import weight_files
+from support.files.user_files import read_json
+from support.tables import CONFIGS
+from support.workload.architectures import (
+    EMBEDDINGS,
+    KNOWN_MODELS,
+    Architecture,
+    name_on_hub,
+    read_architecture,
+)
+
+
+def find_architecture(model: str) -> Architecture:
+    """Return the architecture of a known model, a config.json, a folder with one, or a hub's name.
+
+    Weights in the same folder show whether the output layer is tied, as a run finds it out.
+
+    Raises:
+        UserError: the file does not exist or is invalid, or the planner does not support its
+            family.
+    """
+    known = {**CONFIGS, **{name: config for name, (_, config) in KNOWN_MODELS.items()}}
+    if config := known.get(name_on_hub(model)):
+        return read_architecture(config, model)
+    file = str(Path(model, "config.json")) if Path(model).is_dir() else model
+    if not Path(file).exists():
+        if Path(model).is_dir():
+            raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
+        file = download_config(model)
+    architecture = read_architecture(read_json("--model", file), file)
+    if not architecture.tied:
+        return architecture
+    architecture = replace(architecture, unconfirmed=not Path(model).exists())
+    return _as_in_weights(architecture, Path(file).parent)
+
+
+def _as_in_weights(architecture: Architecture, folder: Path) -> Architecture:
+    """Return a tied architecture as the weights in a folder have it, if they can be read."""
+    embedding = EMBEDDINGS[architecture.family]
+    try:
+        tensors = weight_files.tensors_in(weight_files.weight_files(folder))
+    except UserError:  # not here, or damaged, which a run reports
+        return architecture
+    except ImportError:  # pickled weights, and no PyTorch
+        return replace(architecture, unconfirmed=True)
+    # A file of the model without its output layer leaves out the first part of the name.
+    names = (embedding, embedding.partition(".")[2])
+    tied = not weight_files.has_own_head(tensors, names)
+    return replace(architecture, tied=tied, unconfirmed=False)

@@ -1,0 +1,1 @@
+"""PyTorch's DistributedDataParallel: every rank holds all model states."""

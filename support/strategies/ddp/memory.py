@@ -1,0 +1,26 @@
+"""Terms of the memory estimate of DDP."""
+
+from support.workload.activations import END, STEP, UPDATE, Term
+from support.workload.workload import Workload
+
+
+def terms_of_ddp(work: Workload) -> tuple[list[Term], int]:
+    """Estimate DDP: all states whole, in fp32, and frozen weights in the dtype of computations."""
+    trained, largest = sum(work.trained), max(work.trained)
+    several = work.world_size > 1
+    # DDP's buckets, or gradients that accumulate, persist between steps.
+    persistent = several or work.accumulation > 1
+    # Each use of a tied embedding has its own gradient, and their sum is a third tensor. Without
+    # buckets the sum becomes the gradient.
+    uses = 2 + persistent if work.model.tied and not work.lora else 1
+    # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
+    # views of the buckets.
+    accumulated = 4 * trained if several and work.accumulation > 1 else 0
+    return [
+        Term("parameters", 4 * trained + work.frozen_bytes, STEP),
+        Term("optimizer states", work.optimizer_states(work.trained), STEP),
+        Term("gradients", 4 * trained, STEP if persistent else (END, UPDATE)),
+        Term("gradients of the embedding", uses * 4 * largest, (END,)),
+        Term("optimizer's temporaries", work.optimizer_temporaries * largest, (UPDATE,)),
+        Term("accumulated gradients", accumulated, STEP),
+    ], 2 * 4 * trained

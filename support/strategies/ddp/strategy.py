@@ -1,0 +1,34 @@
+"""dp: every rank holds all model states; the ranks average the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from support.strategies.ddp.memory import terms_of_ddp
+from support.strategies.strategy import Strategy
+from support.workload.activations import Term
+from support.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from support.strategies.optimizer_shards import ShardedState
+
+
+@dataclass(frozen=True)
+class DDP(Strategy):
+    """A strategy of DistributedDataParallel, which replicates all model states."""
+
+    engine = "ddp"
+
+    def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
+        """See the base class."""
+        return terms_of_ddp(work)
+
+    def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
+        """See the base class."""
+        from support.strategies.ddp.states import WholeState
+
+        return WholeState(model, optimizer, device)

@@ -1,0 +1,1 @@
+"""DeepSpeed: the stages of ZeRO, CPU offload and NVMe offload (Infinity)."""

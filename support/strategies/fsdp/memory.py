@@ -1,0 +1,32 @@
+"""Terms of the memory estimate of FSDP2."""
+
+from support.workload.activations import BACKWARD, END, LOSS, STEP, UPDATE, Term
+from support.workload.workload import Workload, shard_elements
+
+
+def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
+    """Estimate FSDP2: sharded states; blocks are gathered one by one, the rest for a whole pass."""
+    m, n, lora = work.model, work.world_size, work.lora
+    # Bytes per gathered element. In fp16 parameters are gathered in fp32, because autocast is used.
+    c = work.stream
+    trained, block = shard_elements(work.trained, n), sum(m.block())
+    outside = m.total - m.layers * block
+    of_block = c * (block + (sum(lora.of_block(m)) if lora else 0))
+    gathered = 0 if n == 1 and c == 4 else c * outside
+    # The gradient of the parameters outside of blocks is whole at the end of backward (three
+    # tensors for a tied embedding, see _dp), and in 16 bit so is its fp32 copy for the reduction.
+    whole = 0 if lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
+    reduced = trained if lora else trained - outside // n
+    # Gradients are not sharded until the last micro-batch.
+    accumulated = 4 * sum(work.trained) if work.accumulation > 1 else 0
+    return [
+        Term("parameters", 4 * trained + work.item * shard_elements(work.frozen, n), STEP),
+        Term("optimizer states", work.optimizer_states([trained]), STEP),
+        Term("gradients", 4 * trained, (UPDATE,)),
+        Term("gathered outside of blocks", gathered, (LOSS, BACKWARD, END)),
+        Term("a gathered block", of_block, (BACKWARD, END)),
+        Term("reduced gradients", 4 * reduced, (END,)),
+        Term("gradients outside of blocks", whole, (END,)),
+        Term("gradients of a block", 0 if lora else of_block, (BACKWARD, END)),
+        Term("accumulated gradients", accumulated, STEP),
+    ], 2 * c * work.accumulation * sum(work.sizes) + 4 * sum(work.trained)

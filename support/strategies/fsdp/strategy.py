@@ -1,0 +1,93 @@
+"""fsdp: every rank holds a shard of each parameter, of its gradient and of its states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from support.strategies.fsdp.memory import terms_of_fsdp
+from support.strategies.fsdp.options import FsdpOptions, notices, read_options
+from support.strategies.strategy import Flags, Resolved, Strategy
+from support.workload.activations import Term
+from support.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from support.strategies.optimizer_shards import ShardedState
+
+
+@dataclass(frozen=True)
+class FSDP(Strategy):
+    """A strategy of FSDP2."""
+
+    engine = "fsdp"
+    unsupported_optimizers: ClassVar = {
+        "adamw_8bit": "bitsandbytes does not support FSDP2's sharded tensors",
+        "adafactor": "FSDP shards the rows, and Adafactor needs whole columns",
+    }
+    autocast_precisions = frozenset(["fp16"])
+
+    options: FsdpOptions = field(default_factory=FsdpOptions)  # --fsdp, --fsdp_config
+
+    @property
+    def is_standard(self) -> bool:
+        """See the base class."""
+        return replace(self.options, precision=None) == FsdpOptions()  # --precision, for all
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """See the base class."""
+        return "bf16" if self.options.reduce_in_bf16 else None
+
+    def resolve(self, flags: Flags) -> Resolved:
+        """See the base class; NO_SHARD is --strategy dp."""
+        super().resolve(flags)
+        options, values, sources = read_options(flags)
+        strategy = replace(self, options=options)
+        used = frozenset(["fsdp_config"])
+        lines = notices(options, flags.values["fsdp_config"])
+        return Resolved(strategy, values, sources, lines, used)
+
+    def check_requirements(self, accumulation: int) -> None:
+        """See the base class."""
+        from support.strategies.fsdp.requirements import check_cpu_support
+
+        check_cpu_support()
+
+    def group_options(self, device: torch.device, world_size: int) -> dict[str, Any]:
+        """See the base class."""
+        # With CPU offload FSDP reduces GradScaler's found_inf flag in host memory, which NCCL
+        # cannot do. Gloo only then: it needs a network interface that all hosts reach by name.
+        if self.options.offload:
+            return {"backend": "cpu:gloo,cuda:nccl"}
+        return super().group_options(device, world_size)
+
+    def mixes_dtypes(self) -> bool:
+        """See the base class; earlier versions of torch require one dtype in a module."""
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        return "trainable_params" in FSDPParamGroup._init_mp_dtypes.__code__.co_varnames
+
+    def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
+        """See the base class."""
+        return terms_of_fsdp(work)
+
+    def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
+        """See the base class."""
+        from support.strategies.fsdp.states import RowsState
+
+        return RowsState(model, optimizer, device)
+
+    def gathered_bytes(self, model: nn.Module) -> int:
+        """See the base class."""
+        from support.strategies.fsdp.states import gathered_bytes
+
+        return gathered_bytes(model)
+
+    def free_gathered(self, model: nn.Module) -> None:
+        """See the base class."""
+        from support.strategies.fsdp.states import free_gathered
+
+        free_gathered(model)

@@ -1,0 +1,40 @@
+"""What is inside the wrappers of DDP, FSDP2 and DeepSpeed; plain objects are unchanged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP or DeepSpeed's engine."""
+    return getattr(model, "module", model)
+
+
+def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return PyTorch's optimizer inside DeepSpeed's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Return whether FSDP2 shards the parameters of a module, without an import of FSDP."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is distributed over the ranks (FSDP2)."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a whole parameter; one that ZeRO-3 has partitioned is [0]."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,0 +1,6 @@
+"""What the memory of a run depends on, for any strategy; without PyTorch.
+
+architectures  dimensions of a model that determine memory, read from its config.json
+workload       model, batches, ranks and adapters of a run
+activations    bytes that autograd and the loss keep
+"""
