@@ -46,7 +46,7 @@ ifeq ($(GPU_VENDOR)$(TORCH),amd)
 	@echo '  export CUDA_VISIBLE_DEVICES=-1; make setup TORCH="$(TORCH_PIN)"' >&2
 	@exit 1
 endif
-	@echo "== Setting up $(VENV) (a few minutes the first time)"
+	@echo "== Setting up $(VENV) (1 to 3 minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifdef TORCH
 	$(BIN)/python -m pip install -q "$(TORCH)"
@@ -63,7 +63,7 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	@touch $@
 
 demo: setup
-	@echo "== Comparing the strategies on the embedded model (2 to 6 minutes, and one or two more the first time, to compile DeepSpeed's ops)"
+	@echo "== Comparing the strategies on the embedded model (about 3 minutes on 2 cores, and 2 the first time, to compile DeepSpeed's ops after the first results)"
 	PYTHON=$(BIN)/python bash compare_strategies.sh
 
 ops: setup
