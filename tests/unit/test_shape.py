@@ -1,11 +1,22 @@
-"""What a newcomer reads first: the script, its functions and its training loops."""
+"""What a newcomer reads: the script, its functions and its loops; what a strategy is stands in its
+folder.
+"""
 
 import ast
+import re
 
 from support import PROJECT
+from support.strategies.table import STRATEGIES
 
 SCRIPT = PROJECT / "real_model_example.py"
-IMPORTED_NAMES, LOOP_LINES, SCREEN_LINES = 16, 40, 50
+IMPORTED_NAMES, LOOP_LINES, SCREEN_LINES, BUILD_LINES = 16, 40, 50, 45
+# Code that knows an engine or a strategy: by its name, its row, or an attribute of its library.
+ASKS = re.compile(
+    r"""STRATEGIES\[ | \bengine\b\s*[!=]= | args\.strategy\s*([!=]=|in\b)
+    | (has|get)attr\([^)]*"(ds_|fp32_partitioned|ipg_|set_requires_gradient_sync)""",
+    re.VERBOSE,
+)
+ASKED = 8  # at most, in all files outside of support/strategies and the script
 
 
 def test_the_script_imports_few_names():
@@ -30,3 +41,25 @@ def test_each_training_loop_fits_on_a_screen():
         assert loop.end_lineno - loop.lineno < LOOP_LINES, name
     screens = {name: node.end_lineno - node.lineno + 1 for name, node in functions.items()}
     assert {name: lines for name, lines in screens.items() if lines > SCREEN_LINES} == {}
+
+
+def test_each_build_function_can_be_read_alone():
+    functions = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.parse(SCRIPT.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("build_")
+    }
+    assert {f"build_{row.engine}" for row in STRATEGIES.values()} == {*functions}
+    assert max(functions.values()) <= BUILD_LINES, functions
+
+
+def test_only_the_strategies_know_an_engine():
+    files = [*(PROJECT / "support").rglob("*.py"), *(PROJECT / "scripts").glob("*.py")]
+    found = [
+        f"{file.relative_to(PROJECT)}:{number}: {line.strip()}"
+        for file in files
+        if "strategies" not in file.parts
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if ASKS.search(line)
+    ]
+    assert len(found) <= ASKED, "\n".join(found)
