@@ -94,7 +94,7 @@ strategies=(${STRATEGIES-$every_strategy})
 ((${#strategies[@]} > 0)) || die "STRATEGIES is empty: name some of $every_strategy, or leave it out."
 named=" "
 for strategy in "${strategies[@]}"; do
-    [[ " $every_strategy " == *" $strategy "* ]] || die "STRATEGIES: $strategy is none of $every_strategy."
+    [[ " $every_strategy " == *" $strategy "* ]] || die "STRATEGIES: $strategy is not one of $every_strategy."
     [[ $named != *" $strategy "* ]] || die "STRATEGIES names $strategy twice: REPEATS=2 repeats them all."
     named+="$strategy "
 done

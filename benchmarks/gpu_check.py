@@ -635,7 +635,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--work", type=Path, help="folder of runs and logs (default: a temporary one)")
     args = parser.parse_args(argv)
     if unknown := [part for part in args.parts if part not in PARTS]:
-        parser.error(f"{unknown[0]} is none of {', '.join(PARTS)}")
+        parser.error(f"{unknown[0]} is not one of {', '.join(PARTS)}")
     args.parts = args.parts or [*PARTS]
     args.only = [name.strip() for name in args.only.split(";") if name.strip()]
     name = "-".join(args.parts)

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")
     names = parser.parse_args().names or every_op
     if unknown := [name for name in names if name not in choices]:
-        parser.error(f"{unknown[0]} is none of {', '.join(choices)}")
+        parser.error(f"{unknown[0]} is not one of {', '.join(choices)}")
     chosen = {op for name, row in STRATEGIES.items() if name in names for op in row.needed_ops()}
     wanted = [op for op in every_op if op in chosen | set(names)]
     try:

@@ -206,15 +206,15 @@ def check_model_path(args: Arguments) -> None:
     is_local = checks.is_local_model(args.model)
     if args.model_revision and (is_local or args.model == EMBEDDED_MODEL):
         raise UserError(
-            f"--model_revision is for models on the hub, and --model {args.model} is none: leave "
-            "it out."
+            f"--model_revision is for models on the hub, and --model {args.model} is not one: "
+            "leave it out."
         )
     if is_local and not Path(args.model).is_dir():
         raise UserError(f"--model {args.model}: no such folder.")
     if is_local and not Path(args.model, "config.json").is_file():
         raise UserError(
-            f"--model {args.model}: the folder has no config.json, so it holds no whole model. "
-            "That of a run is in hf/; adapters become one with --merge_lora."
+            f"--model {args.model}: the folder has no config.json, so it is not a complete model. "
+            "A run exports its model to hf/; --merge_lora exports adapters as a complete model."
         )
     if is_local:
         read_json("--model", f"{args.model}/config.json")

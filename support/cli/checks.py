@@ -50,7 +50,7 @@ NEEDED = {
 
 
 def refuse_conflicts(args: Arguments) -> None:
-    """Check that the flags can hold together."""
+    """Check that no flags exclude each other."""
     for flag, others in EXCLUDED.items():
         for other in others.split():
             if _is_set(args, flag) and _is_set(args, other):
@@ -145,8 +145,8 @@ def check_data_paths(args: Arguments) -> None:
     for flag in ("train_split", "eval_split", "dataset_revision"):
         if getattr(args, flag) and not hub:
             raise UserError(
-                f"--{flag} is for datasets of the hub, and --dataset {args.dataset} is none: leave "
-                "it out."
+                f"--{flag} is for datasets of the hub, and --dataset {args.dataset} is not one: "
+                "leave it out."
             )
     if args.include and not any(Path(name).is_dir() for _, name in paths):
         raise UserError(f"--include {args.include} is for a folder of data: leave it out.")

@@ -129,7 +129,7 @@ def _message(message: Any) -> dict:
 def _text(row: Mapping[str, Any], key: str) -> str:
     text = row.get(key)
     if not isinstance(text, str):
-        raise ValueError(f"{key!r} is not a text but {shown(repr(text), 40)}")
+        raise ValueError(f"{key!r} is not a string but {shown(repr(text), 40)}")
     text.encode()
     return text
 

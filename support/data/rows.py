@@ -164,7 +164,7 @@ def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
         if name == "text":
             text = "" if values["text"] is None else values["text"]
             if not isinstance(text, str):
-                raise ValueError(f"'text' is not a text but {shown(text, 40)}")
+                raise ValueError(f"'text' is not a string but {shown(text, 40)}")
             text.encode()
             return Row(where, pieces=[text])
         if lost := [key for key in UNSUPPORTED if row.get(key)]:

@@ -270,7 +270,7 @@ def copy_to_device(model: nn.Module, device: torch.device) -> None:
 
 
 def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """Download the parts of --model; return its tokenizer, and its most positions (None: any)."""
+    """Download the parts of --model; return its tokenizer and its limit of positions, or None."""
 
     def locate() -> dict:
         config, folder, *_ = _locate(args)

@@ -163,7 +163,7 @@ def test_what_a_parquet_file_may_hold(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": [None, "fine"], "more": [1, None]}), path)
     assert items(path) == (["", "fine"], [])
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
-    assert len(items(path)[1]) == 2 and "row 1: 'text' is not a text but 1" in items(path)[1][0]
+    assert len(items(path)[1]) == 2 and "row 1: 'text' is not a string but 1" in items(path)[1][0]
 
 
 def test_pipes_links_and_hidden_or_empty_files_in_a_folder(tmp_path):
