@@ -63,7 +63,7 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	@touch $@
 
 demo: setup
-	@echo "== Comparing the strategies on the embedded model (about 3 minutes on 2 cores, and 2 the first time, to compile DeepSpeed's ops after the first results)"
+	@echo "== Comparing the strategies on the embedded model (about 3 minutes on 2 cores; the first time 2 more, to compile DeepSpeed's ops)"
 	PYTHON=$(BIN)/python bash compare_strategies.sh
 
 ops: setup

@@ -147,7 +147,7 @@ environment=()
 runs=comparison_runs/${model//\//_}
 configuration=$(
     printf 'model %q\nranks %s\narguments' "$model" "$ranks" && printf ' %q' "${arguments[@]}" && printf '\n'
-    printf '%s\n' "${facts#*$'\n'}"
+    printf '%s\n' "${facts#*$'\n'}" "tf32 ${NVIDIA_TF32_OVERRIDE-}${environment[*]}"
     cd "$project" && printf 'code %s\n' \
         "$(find support -name '*.py' -print0 | LC_ALL=C sort -z | xargs -0 cat real_model_example.py ds_config_*.json | cksum)"
 )
@@ -250,7 +250,7 @@ compile_ops() { # those of the strategies in `uncompiled`; what cannot be compil
     uncompiled=()
 }
 
-new=0         # whether a run was not kept
+new=0 # whether a run was not kept
 run_and_say() { # as run_once; a completed run is kept under RESUME=1
     local folder=$runs/$1/$2 row code=0
     [[ $interrupted == 0 ]] || return 0
@@ -279,7 +279,7 @@ total=$((repeats * ${#strategies[@]} + control))
 # Results first: what needs no compilation runs before it. No compiler runs next to a run, whose speed it would change.
 needing=$(undisturbed in_project '
 from support.strategies.table import STRATEGIES
-print(*(name for name in sys.argv[1:] if STRATEGIES[name].missing_ops()))' "${strategies[@]}")
+print(*(name for name in sys.argv[1:] if STRATEGIES[name].missing_ops()))' "${strategies[@]}") || needing="" # then the runs report it
 read -ra uncompiled <<< "$needing"
 order=()
 for strategy in "${strategies[@]}"; do

@@ -102,7 +102,7 @@ def setup_distributed(args: Arguments, launch: startup.Launch) -> DistContext:
     store, group_store = process_group.meet_ranks(args, launch, device, backend)
     ctx = DistContext(launch, device, backend, store)
     process_group.watch_ranks(ctx, args.hang_seconds)  # from here on a failure ends all ranks
-    options = process_group.group_options(args, ctx)  # backend=; for DeepSpeed also device_id=
+    options = process_group.group_options(args, ctx)  # backend=, and what the strategy needs
     dist.init_process_group(
         store=group_store,
         rank=ctx.rank,
@@ -116,7 +116,7 @@ def setup_distributed(args: Arguments, launch: startup.Launch) -> DistContext:
 
 
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
-    """Load, wrap, resume, train, evaluate, export and report.
+    """Build, resume, train, evaluate, export and report.
 
     Args:
         ctx: this rank's place among the ranks, its device and precision; see setup_distributed.
@@ -548,14 +548,14 @@ def build_fsdp(
     reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else torch.float32
     mp_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     # The mesh of all ranks; HYBRID_SHARD has a second dimension, nodes that hold the same shards.
-    how: dict[str, Any] = {"mesh": ctx.mesh(options.hybrid), "mp_policy": mp_policy}
+    fsdp_options: dict[str, Any] = {"mesh": ctx.mesh(options.hybrid), "mp_policy": mp_policy}
     if options.offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
+        fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
     layers = shards.layers_to_shard(model, resolve.transformer_blocks(model), options)
     for layer in layers:  # hooks gather a layer's parameters before it computes
-        fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **how)
+        fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **fsdp_options)
     # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
-    fully_shard(model, **how)
+    fully_shard(model, **fsdp_options)
     if options.forward_prefetch:
         for layer, next_layer in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([next_layer])
@@ -564,7 +564,7 @@ def build_fsdp(
     del full_model
     prepare_forward(model, args, spec)
     run.model_loaded(args, spec)
-    # The parameters are shards now, so the optimizer states are shards, too.
+    # The optimizer states are sharded because the parameters are.
     optimizer = create_optimizer(parameter_groups(model, args), args)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
@@ -610,7 +610,7 @@ def build_deepspeed(
 def prepare_deepspeed(
     strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
 ) -> table.DeepSpeed:
-    """Compile DeepSpeed's ops, create the NVMe folder, fill in each "auto" of the configuration."""
+    """Create the NVMe folder, compile DeepSpeed's ops, fill in each "auto" of the configuration."""
     import deepspeed
 
     nvme_folder = None
@@ -699,7 +699,8 @@ def create_optimizer(groups: list[dict], args: Arguments) -> torch.optim.Optimiz
         return torch.optim.AdamW(groups, lr=args.lr, **adam, fused=True)
     if args.optim == "sgd":
         # The fused kernel does not support FSDP2's sharded tensors.
-        return torch.optim.SGD(groups, lr=args.lr, fused=args.strategy != "fsdp")
+        is_sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
+        return torch.optim.SGD(groups, lr=args.lr, fused=not is_sharded)
     if args.optim == "adafactor":
         from transformers.optimization import Adafactor
 

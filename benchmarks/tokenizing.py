@@ -123,7 +123,7 @@ def measure(program: str, model: str, text: Path) -> Measured:
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         whole = time.monotonic() - begin
-        if process.returncode or not done:
+        if process.returncode or not (loaded and done):
             raise RuntimeError(f"{program} failed:\n{output}")
         tokens = tokens_in(Path(folder))
     cpu = usage.ru_utime + usage.ru_stime

@@ -13,19 +13,20 @@ def text_table(rows: Rows, headers: Sequence[str]) -> str:
     return "\n".join([table_header(headers, widths), *(table_row(row, widths) for row in rows)])
 
 
-def table_header(headers: Sequence[str], widths: Sequence[int]) -> str:
+def table_header(headers: Sequence[str], widths: Sequence[int], gap: int = 2) -> str:
     """Return the header of a table whose rows are not known yet, with the ruler below it.
 
     Args:
         widths: characters of each column.
+        gap: characters between two columns.
     """
     ruler = ["-" * width for width in widths]
-    return "\n".join(table_row(line, widths) for line in [*_header_lines(headers), ruler])
+    return "\n".join(table_row(line, widths, gap) for line in [*_header_lines(headers), ruler])
 
 
-def table_row(row: Sequence[str], widths: Sequence[int]) -> str:
+def table_row(row: Sequence[str], widths: Sequence[int], gap: int = 2) -> str:
     """Return one row of a table for a terminal."""
-    return "  ".join(_padded(row, widths)).rstrip()
+    return (" " * gap).join(_padded(row, widths)).rstrip()
 
 
 def markdown_table(rows: Rows, headers: Sequence[str]) -> str:

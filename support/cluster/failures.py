@@ -204,14 +204,14 @@ class FailureMonitor:
         finally:
             self._leave(code)
 
-    def end_together(self, engine: Any, code: int) -> NoReturn:
+    def end_together(self, model: Any, code: int) -> NoReturn:
         """Exit with `code` at the same time as all other ranks, after everything is written.
 
         Ranks that exit one after the other make ZeRO-3 abort, and the interpreter's shutdown
         sometimes destroys the I/O threads of infinity while they run ("terminate called").
 
         Args:
-            engine: its `destroy` method is called if it has one (DeepSpeed).
+            model: its `destroy` method is called if it has one (DeepSpeed's engine).
         """
         self.stop.ignore()
         try:
@@ -219,8 +219,8 @@ class FailureMonitor:
             self._ending.set()
             # The watchdog no longer watches, and NCCL or the I/O threads may block.
             self._exit_at_latest(code, seconds=CLOSE_SECONDS)
-            if hasattr(engine, "destroy"):
-                engine.destroy()
+            if hasattr(model, "destroy"):
+                model.destroy()
             # Groups of gloo need no end. In torch 2.6 it can block: the destructor holds Python's
             # lock and joins threads that wait for it.
             if dist.get_backend() == "nccl":

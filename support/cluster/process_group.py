@@ -66,7 +66,7 @@ class Arrival(NamedTuple):
 def meet_ranks(
     args: Arguments, launch: Launch, device: torch.device, backend: str
 ) -> tuple[dist.Store, dist.Store]:
-    """Wait until all ranks have started; a missing rank is named, and a collective would hang.
+    """Wait in the store until all ranks have started: a collective would hang if one were missing.
 
     Returns:
         The stores of this start: for messages of the ranks, and for the process group.

@@ -33,7 +33,7 @@ EFFECTS = {
         ds_config, fsdp_config""",
     ROUNDING: """strategy, precision, fsdp_reduce_dtype, ranks, batch_size,
         gradient_accumulation_steps, device, fused_gelu, compile, deterministic,
-        gradient_checkpointing, backend, gpu, cpu, cores, torch version,
+        gradient_checkpointing, backend, tf32, gpu, cpu, cores, torch version,
         deepspeed version, transformers version, numpy version, peft version, cuda version,
         rocm version, code_digest, resume, resume_force""",
     EVALUATIONS: """validation digest, validation token digest, eval, eval_first, eval_only,

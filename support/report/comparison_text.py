@@ -48,8 +48,9 @@ RESULTS: tuple[Column, ...] = (
     ("tokens/s\n/rank", "tokens_per_second_per_gpu", "{:,.0f}", 1),
 )
 NARROW = 5  # of RESULTS without --wide, and in the rows of a comparison in progress
-# Characters of the columns in these rows, which are printed before the next row is known.
-NAME_WIDTH, STATUS_WIDTH, CELL_WIDTH, TIME_WIDTH = 8, 11, 8, 7
+# Characters of the columns in these rows, which are printed before the next row is known: name,
+# status, a cell, time. With one blank between them, they fit in WIDTH.
+NAME_WIDTH, STATUS_WIDTH, CELL_WIDTH, TIME_WIDTH, GAP = 8, 9, 7, 5, 1
 # The paper (arXiv 1910.02054, section 7) has no gradient accumulation.
 STEP: tuple[Column, ...] = (
     ("sent\nMB/step", "sent_bytes", "{:,.1f}", MB),
@@ -203,7 +204,7 @@ def progress_header(planned: list[str]) -> str:
         planned: see `compare.planned_of`.
     """
     headers = [header for header, *_ in _progress_columns(planned)]
-    return table_header(["", "status", *headers, "time"], _progress_widths(headers))
+    return table_header(["", "status", *headers, "time"], _progress_widths(headers), GAP)
 
 
 def progress_row(run: RecordedRun, planned: list[str]) -> str:
@@ -215,12 +216,11 @@ def progress_row(run: RecordedRun, planned: list[str]) -> str:
     cells = _cells_of(run, _progress_columns(planned))
     time = "—" if run.seconds is None else f"{run.seconds:,} s"
     row = [run.name, run.status.replace("_", " "), *cells, time]
-    line = table_row(row, widths := _progress_widths(cells))
+    line = table_row(row, _progress_widths(cells), GAP)
     reason = "" if run.status == "completed" else run.reason
     indent = " " * 3
-    width = sum(widths) + 2 * len(widths)
     return "\n".join(
-        [line, *textwrap.wrap(reason, width, initial_indent=indent, subsequent_indent=indent)]
+        [line, *textwrap.wrap(reason, WIDTH, initial_indent=indent, subsequent_indent=indent)]
     )
 
 

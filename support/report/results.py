@@ -29,7 +29,7 @@ from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
 from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
-from support.units import GB
+from support.units import AMPERE, GB
 
 RULE = 60 * "="  # a line of the console
 
@@ -168,7 +168,7 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "backend": ctx.backend,
         "launcher": ctx.launch.launcher,
         "precision": ctx.precision,
-        "tf32": ctx.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest",
+        "tf32": ctx.capability >= AMPERE and torch.get_float32_matmul_precision() != "highest",
         "batch_size": args.batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_checkpointing": args.gradient_checkpointing,

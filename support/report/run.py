@@ -90,7 +90,8 @@ class Run:
         found, run.earlier, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
         MONITOR.record = run.fail
         # After MONITOR.record: results.json tells why a run is skipped.
-        args.configured_strategy.check_requirements(args.gradient_accumulation_steps)
+        if not (args.eval_only and args.configured_strategy.whole_parameters):  # else as under dp
+            args.configured_strategy.check_requirements(args.gradient_accumulation_steps)
         if args.compile:
             check_compile(ctx.device.type)
         run.target = export.target_of(args, run.folder, found)

@@ -68,6 +68,15 @@ def test_the_examples_train_resume_and_are_planned(copy, tmp_path):
     averaged = losses(copy, "averaged", tmp_path / "averaged", "--save_every", "2")
     assert averaged == pytest.approx(reference, rel=1e-5)
     assert losses(copy, "dp_fp16", tmp_path / "fp16") == pytest.approx(reference, rel=1e-4)
+    sent = {
+        name: json.loads((tmp_path / name / "results.json").read_text())[
+            "communication_bytes_per_step"
+        ]
+        for name in ("dp", "fp16", "averaged")
+    }
+    assert sent["fp16"] / sent["dp"] == pytest.approx(0.5, rel=0.01)
+    assert sent["averaged"] / sent["dp"] == pytest.approx(2, rel=0.01)
+    assert f"{sent['fp16']:,.0f} bytes" in (PROJECT / "CONTRIBUTING.md").read_text("utf-8")
     resume = ["--resume", str(tmp_path / "averaged" / "checkpoints" / "step-00000002")]
     resumed = losses(copy, "zero3", tmp_path / "zero3", *resume, "--save_every", "1")
     assert resumed == pytest.approx(reference[2:], rel=1e-5)

@@ -103,7 +103,6 @@ def test_every_rank_has_its_own_gpu(monkeypatch, case):
     monkeypatch.setenv("DS_ACCELERATOR", "")
     monkeypatch.setenv("LOCAL_RANK", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "ones", MagicMock())
     arrivals, used = [], ""
     for rank, seen in ranks:

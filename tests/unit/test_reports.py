@@ -479,16 +479,16 @@ def progress(tmp_path):
         (place / "outcome.txt").write_text("exit 0\n17\n")
         row = progress_row(read_row(place), planned.split())
         header = progress_header(planned.split())
-        ruler = [len(column) for column in header.splitlines()[-1].split("  ")]
-        starts = [sum(ruler[:n]) + 2 * n for n in range(len(ruler))]
+        ruler = [len(column) for column in header.splitlines()[-1].split()]
+        starts = [sum(ruler[:n]) + n for n in range(len(ruler))]
         line, *reason = row.splitlines()
         cells = [line[start : start + width] for start, width in zip(starts, ruler, strict=True)]
         headers = [
             " ".join(part[start : start + width].strip() for part in header.splitlines()[:-1])
             for start, width in zip(starts, ruler, strict=True)
         ]
-        assert line == "  ".join(cells).rstrip()  # nothing is wider than its column
-        assert all(len(part) <= 120 for part in [*header.splitlines(), line, *reason])
+        assert line == " ".join(cells).rstrip()  # nothing is wider than its column
+        assert all(len(part) <= 80 for part in [*header.splitlines(), line, *reason])
         names = [" ".join(name.split()) for name in headers]
         return dict(zip(names, map(str.strip, cells), strict=True)), " ".join(reason)
 

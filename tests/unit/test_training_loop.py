@@ -15,7 +15,7 @@ import real_model_example as program
 from support.cli.parse import parse_arguments
 from support.data.batches import StepBatch, train_state
 from support.model.resolve import copy_to_device
-from support.strategies.gradients import gradient_norm, loss_scaler
+from support.strategies.gradients import gradient_norm
 from support.strategies.objects import TrainingObjects
 from support.strategies.table import STRATEGIES
 from support.train_state import TrainState
@@ -69,7 +69,13 @@ def one_step(ctx, monkeypatch):
 
 def scaler_of(ctx, precision: str) -> torch.amp.GradScaler:
     """The scaler of a dp run in this precision."""
-    return loss_scaler(ctx.device, simulated=False, enabled=precision == "fp16")
+    ctx.precision = precision
+    spec = MagicMock()
+    spec.load.return_value = torch.nn.Linear(1, 1)
+    args = parse_arguments([])
+    scaler = program.build_ddp(STRATEGIES["dp"], args, ctx, spec, MagicMock()).scaler
+    ctx.precision = "fp32"  # fp16 needs a GPU; scaling does not
+    return scaler
 
 
 def test_the_update_is_clipped(one_step):

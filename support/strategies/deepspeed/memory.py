@@ -20,7 +20,7 @@ def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[T
     # Two buckets if reductions overlap with computation (overlap_comm).
     buckets = 2 if offload or work.world_size > 1 else 1
     bucket = c * bucket_sizes(m.hidden, sum(work.sizes), False)["reduce_bucket_size"]
-    uses = (3 if m.tied else 2) + (c == 4)  # the last gradient's parts (see _dp) and copies
+    uses = (3 if m.tied else 2) + (c == 4)  # as in ddp/memory.py, and copies
     # Stage 1 keeps all gradients until those of the last micro-batch are reduced.
     whole = c * trained - gradients if accumulates and stage == 1 else 0
     terms = [

@@ -217,13 +217,13 @@ def merge(flags: Flags, content: dict[str, Any], file: str) -> Merged:
         UserError: the file contradicts --strategy or another given flag, or has a value that is not
             supported.
     """
-    name = flags.values["strategy"]
-    if (described := choose_strategy(content)) != name:
+    name, described = flags.values["strategy"], choose_strategy(content)
+    if flags.values["ds_config"] and described != name:
         raise UserError(
             f"{file} describes {described} (zero_optimization.stage and offload_optimizer.device), "
             f"and --strategy is {name}: change one of them."
         )
-    if name != "infinity" and _nvme_sections(content):
+    if described != "infinity" and _nvme_sections(content):
         raise UserError(f"{file}: only --strategy infinity keeps states on nvme.")
     merged = Merged(flags, file, copy.deepcopy(content))
     _merge_optimizer(merged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from support.optimizers import Optimizer
@@ -49,7 +49,7 @@ class DeepSpeed(Strategy):
     parameters_on: str = "device"
     # The file merged with the flags, in which some values are "auto" until `complete_config`; None
     # for a row of the table.
-    config: dict[str, Any] | None = None
+    config: dict[str, Any] | None = field(default=None, hash=False)
     own_file: str | None = None  # --ds_config
     nvme_path: str | None = None  # --nvme_path
 

@@ -14,7 +14,8 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
     of_block = c * (block + (sum(lora.of_block(m)) if lora else 0))
     gathered = 0 if n == 1 and c == 4 else c * outside
     # The gradient of the parameters outside of blocks is whole at the end of backward (three
-    # tensors for a tied embedding, see _dp), and in 16 bit so is its fp32 copy for the reduction.
+    # tensors for a tied embedding, see ddp/memory.py). In 16 bit so is its fp32 copy, for the
+    # reduction.
     whole = 0 if lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
     reduced = trained if lora else trained - outside // n
     # Gradients are not sharded until the last micro-batch.
