@@ -58,6 +58,7 @@ from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster import process_group
 from support.cluster.context import DistContext
+from support.cluster.failures import FailureMonitor
 from support.data import batches, opening
 from support.model import resolve
 from support.model.loss import computes_loss
@@ -77,7 +78,9 @@ def main(args: Arguments, launch: startup.Launch) -> None:
     startup.run_on_all_ranks(setup_distributed, train, args, launch)
 
 
-def setup_distributed(args: Arguments, launch: startup.Launch) -> DistContext:
+def setup_distributed(
+    args: Arguments, launch: startup.Launch, monitor: FailureMonitor
+) -> DistContext:
     """Choose the device, wait for all ranks, and initialize the process group.
 
     This process is one rank: a launcher has started one for each GPU, or for a share of the CPU's
@@ -86,6 +89,7 @@ def setup_distributed(args: Arguments, launch: startup.Launch) -> DistContext:
     Args:
         launch: rank, local rank and world size, which the launcher has set as environment variables
             (RANK, LOCAL_RANK, WORLD_SIZE; under Slurm SLURM_PROCID and others).
+        monitor: ends this process together with the other ranks.
     Returns:
         This rank's place among the ranks, its device, and collectives for Python objects.
     Raises:
@@ -100,7 +104,7 @@ def setup_distributed(args: Arguments, launch: startup.Launch) -> DistContext:
     backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
     # Key-value stores that all ranks share: for our own messages, and for the process group.
     store, group_store = process_group.meet_ranks(args, launch, device, backend)
-    ctx = DistContext(launch, device, backend, store)
+    ctx = DistContext(launch, device, backend, monitor, store)
     process_group.watch_ranks(ctx, args.hang_seconds)  # from here on a failure ends all ranks
     options = process_group.group_options(args, ctx)  # backend=, and what the strategy needs
     dist.init_process_group(

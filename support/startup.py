@@ -126,7 +126,7 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
 def run_on_all_ranks(
     setup_distributed: Callable, train: Callable, args: Arguments, launch: Launch
 ) -> NoReturn:
-    """Call `setup_distributed(args, launch)` and `train(args, ctx)`, and end all ranks together.
+    """Call `setup_distributed(args, launch, monitor)`, then `train(args, ctx)`; end all ranks.
 
     --check and --show_sample run instead of the training. The process ends with an exit code of
     support/errors.py. An error of one rank ends the others, and is reported once.
@@ -135,7 +135,7 @@ def run_on_all_ranks(
         setup_distributed: initializes the process group, and returns the DistContext.
         train: returns the wrapped model.
     """
-    from support.cluster.failures import MONITOR
+    from support.cluster.failures import FailureMonitor, StopSignal
     from support.cluster.tuning import choose_precision
     from support.commands import command_of
     from support.model.resolve import configure_transformers
@@ -143,26 +143,27 @@ def run_on_all_ranks(
     # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()
     gc.enable()
+    monitor = FailureMonitor(StopSignal())  # of this process, which ends once
     if process.RESTARTED in os.environ:
-        MONITOR.record = restart.record_end  # until the run opens its folder
+        monitor.record_with(restart.record_end)  # until the run opens its folder
     try:
-        ctx = setup_distributed(args, launch)
+        ctx = setup_distributed(args, launch, monitor)
     except BaseException as error:
-        if MONITOR.is_watching:
-            MONITOR.end_failed(error)
+        if monitor.is_watching:
+            monitor.end_failed(error)
         exit_before_start(error, args.verbose)
     try:
         args.configured_strategy.check_options(args.verbose)
         ctx.precision = choose_precision(args.precision, ctx.device)
         if command := command_of(args):
-            MONITOR.end_together(None, command(args, ctx))  # does not return
+            monitor.end_together(None, command(args, ctx))  # does not return
         configure_transformers(args, ctx)
         model = train(args, ctx)
     except Preempted as preempted:
-        MONITOR.end_together(preempted.model, EXIT_PREEMPTED)
+        monitor.end_together(preempted.model, EXIT_PREEMPTED)
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
-        MONITOR.end_failed(error)
-    MONITOR.end_together(model, EXIT_COMPLETED)
+        monitor.end_failed(error)
+    monitor.end_together(model, EXIT_COMPLETED)
 
 
 def check_run(args: Arguments) -> None:

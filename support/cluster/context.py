@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support import console
-from support.cluster.failures import MONITOR
+from support.cluster.failures import FailureMonitor
 from support.cluster.launch import Launch
 from support.errors import TrainingError
 
@@ -23,6 +23,7 @@ class DistContext:
     Attributes:
         device: the GPU of this rank, or the CPU.
         backend: "nccl", "gloo", or "fake" in a simulation.
+        monitor: ends this process together with the other ranks.
         stop: the handler of stop signals; its `requested` is true after one arrived.
         store: the key-value store of the run.
         simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
@@ -33,13 +34,18 @@ class DistContext:
     """
 
     def __init__(
-        self, launch: Launch, device: torch.device, backend: str, store: dist.Store | None = None
+        self,
+        launch: Launch,
+        device: torch.device,
+        backend: str,
+        monitor: FailureMonitor,
+        store: dist.Store | None = None,
     ):
         self.launch, self.device, self.backend = launch, device, backend
         self.rank, self.world_size, self.is_main = launch.rank, launch.world_size, launch.is_main
         self.simulated = backend == "fake"
         self.real_world_size = 1 if self.simulated else launch.world_size
-        self.stop, self.store = MONITOR.stop, store or dist.HashStore()
+        self.monitor, self.stop, self.store = monitor, monitor.stop, store or dist.HashStore()
         self.precision, self.nodes, self.shares_output = "fp32", 1, True
 
     @property

@@ -14,12 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from support import console, process
+from support.cluster.restart import Restart
 from support.cluster.watchdog import ENDED, ROUND_SECONDS, Watchdog
 from support.errors import (
     EXIT_FAILED,
@@ -35,6 +37,7 @@ from support.errors import (
 )
 from support.files.atomic import remove_temporary_folders
 from support.process import exit_now
+from support.train_state import TrainState
 
 SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
@@ -115,20 +118,49 @@ class StopSignal:
 
 
 class FailureMonitor:
-    """Reports the first failure of a run, and ends this process."""
+    """The end of this process: it reports the first failure of the run, and all ranks end together.
+
+    A process has one. It is created when the program starts, and each part of the run registers
+    with it what only that part knows.
+    """
 
     def __init__(self, stop: StopSignal):
         self.stop = stop
         self.rank, self.ranks, self.is_watching = 0, 1, False  # until `watch`
         self.watchdog = Watchdog(self.rank, self.ranks)
-        # Records an error, and returns False if another rank has recorded one.
-        self.record: Callable[[UserError], bool] = lambda _: True
+        self._recorder: Callable[[UserError], bool] = lambda _: True
         # Lines for a user whose memory ran out: on what used it, and on what would fit.
-        self.memory_facts: list[Callable[[], list[str]]] = []
-        self.remedies: Callable[[], list[str]] = list
-        self.restart: Any = None  # a restart.Restart, from the first step on (--auto_micro_batch)
+        self._memory_facts: list[Callable[[], list[str]]] = []
+        self._remedies: Callable[[], list[str]] = list
+        self._restart: Restart | None = None
         self._restarting = False
         self._ending = threading.Event()  # this process is exiting
+
+    # ---------------------------------------------------------------- what other parts register
+
+    def record_with(self, recorder: Callable[[UserError], bool]) -> None:
+        """Let `recorder` write an error; it returns False if another rank has written one."""
+        self._recorder = recorder
+
+    def explain_memory_with(self, describe: Callable[[], list[str]]) -> None:
+        """Print also these lines, on what uses the memory, if memory runs out."""
+        self._memory_facts.append(describe)
+
+    def advise_with(self, remedies: Callable[[], list[str]]) -> None:
+        """Print these lines, on what would fit, if memory runs out."""
+        self._remedies = remedies
+
+    def report_hangs(self, folder: Path, doing: Callable[[], str]) -> None:
+        """Write hang reports to a run's output folder; `doing` returns the phase of the run."""
+        self.watchdog.folder, self.watchdog.doing = folder, doing
+
+    def training_starts(self, state: TrainState, restart: Restart | None = None) -> None:
+        """From now on steps must not hang; `restart` is used if memory runs out."""
+        self.watchdog.state, self._restart = state, restart
+
+    def training_ends(self) -> None:
+        """From now on no step is expected, and nothing restarts."""
+        self.watchdog.state = self._restart = None
 
     @property
     def store(self) -> dist.Store:
@@ -262,7 +294,7 @@ class FailureMonitor:
         failed = ""
         for _ in range(2):
             try:
-                return self.record(shown)
+                return self._recorder(shown)
             except (MemoryError, OSError) as problem:
                 failed = repr(problem)
                 remove_temporary_folders()  # the disk may be full
@@ -313,39 +345,39 @@ class FailureMonitor:
     def _about_memory(self) -> list[str]:
         """Return lines on what used the memory that ran out, and on what would fit."""
         lines, remedies = [], []
-        for describe in self.memory_facts:
+        for describe in self._memory_facts:
             with contextlib.suppress(Exception):  # there may be too little memory left
                 lines += describe()
         with contextlib.suppress(Exception):  # an architecture that the planner does not know
-            remedies = self.remedies()
+            remedies = self._remedies()
         return lines + (remedies or [LESS_MEMORY])
 
     # ------------------------------------------------------------------------------- the restart
 
     def _restarts(self, shown: UserError) -> bool:
         """Return whether all ranks restart: memory ran out and that may help, here or elsewhere."""
-        if self.restart is None:
+        if self._restart is None:
             return False
         # On a GPU a smaller micro-batch does not help if the host's memory ran out.
         out_of_memory = isinstance(shown, OutOfMemory) and not (
             shown.on_host and torch.cuda.is_available()
         )
-        helps = out_of_memory and self.restart.useful() and not self.stop.requested
+        helps = out_of_memory and self._restart.useful() and not self.stop.requested
         if helps and self._agree_on_first(f"{RESTART} of rank {self.rank}"):
-            flags = [f"--{name} {value}" for name, value in self.restart.values.items()]
+            flags = [f"--{name} {value}" for name, value in self._restart.values.items()]
             again = f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
             console.write(f"ℹ️  {shown} {again}{self._place}")
         return self._restarting or self._first_failure().startswith(RESTART)
 
     def _restart_if_agreed(self) -> None:
-        if self.restart and self._first_failure().startswith(RESTART):
+        if self._restart and self._first_failure().startswith(RESTART):
             self._restarting = True
             self.watchdog.close()
             remove_temporary_folders()
-            self.restart.wait_for_ranks(self.store, self.rank, self.ranks)
+            self._restart.wait_for_ranks(self.store, self.rank, self.ranks)
             if self.stop.requested:
                 self._end_stopped()
-            self.restart.replace_program()
+            self._restart.replace_program()
 
     def _end_stopped(self) -> NoReturn:
         """Exit instead of a restart; the launcher ends the other ranks."""
@@ -354,9 +386,6 @@ class FailureMonitor:
         if self.rank == 0:
             console.write(f"{stopped.mark} {stopped}", sys.stderr)
         self._leave(stopped.exit_code)
-
-
-MONITOR = FailureMonitor(StopSignal())  # of this process, which ends once
 
 
 def free_variables(error: BaseException | None) -> None:

@@ -25,7 +25,7 @@ from support import console
 from support.cli.arguments import Arguments
 from support.cluster.compiler import configure_compiler
 from support.cluster.context import DistContext
-from support.cluster.failures import MONITOR
+from support.cluster.failures import FailureMonitor, StopSignal
 from support.cluster.hang_report import rank_names
 from support.cluster.launch import START_SKEW_SECONDS, Launch, agent_hosts_store
 from support.cluster.tuning import choose_device
@@ -90,7 +90,7 @@ def meet_ranks(
 
 def watch_ranks(ctx: DistContext, hang_seconds: int) -> None:
     """Watch the other ranks: if one fails or is killed, this one ends."""
-    MONITOR.watch(ctx.rank, ctx.real_world_size, ctx.store, hang_seconds)
+    ctx.monitor.watch(ctx.rank, ctx.real_world_size, ctx.store, hang_seconds)
 
 
 def device_of_rank(launch: Launch, may_fail: bool) -> torch.device:
@@ -117,12 +117,13 @@ def device_of_rank(launch: Launch, may_fail: bool) -> torch.device:
 @contextlib.contextmanager
 def single_process(launch: Launch) -> Iterator[DistContext]:
     """Yield the context of one process on the CPU without a process group; an error ends it."""
-    MONITOR.stop.install()
+    monitor = FailureMonitor(StopSignal())
+    monitor.stop.install()
     try:
-        yield DistContext(launch, torch.device("cpu"), "fake")
+        yield DistContext(launch, torch.device("cpu"), "fake", monitor)
         remove_temporary_folders()
     except BaseException as error:
-        MONITOR.end_failed(error)
+        monitor.end_failed(error)
 
 
 def compare_software(ctx: DistContext) -> None:

@@ -77,7 +77,7 @@ def record_end(error: UserError) -> bool:
     The replaced program left the status "running".
 
     Returns:
-        True, as `FailureMonitor.record` does for an error to be reported.
+        True: the error is to be reported (see `FailureMonitor.record_with`).
     """
     path = Path(json.loads(os.environ[process.RESTARTED])["output_dir"]) / "results.json"
     with contextlib.suppress(OSError, ValueError):  # a full disk, or a host without the folder

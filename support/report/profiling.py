@@ -7,7 +7,6 @@ import torch
 
 from support import console
 from support.cluster.context import DistContext
-from support.cluster.failures import MONITOR
 from support.errors import UserError, explain
 from support.files.user_files import create_folder
 
@@ -36,7 +35,7 @@ def start_trace(folder: str, ctx: DistContext) -> tuple[torch.profiler.profile, 
     schedule = torch.profiler.schedule(wait=FIRST - 2, warmup=1, active=RECORDED, repeat=1)
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, profile_memory=True)
     profiler.start()
-    MONITOR.watchdog.traffic.traced = True
+    ctx.monitor.watchdog.traffic.traced = True
 
     def stop() -> None:
         profiler.stop()
@@ -69,5 +68,5 @@ def record_memory(file: str, ctx: DistContext) -> Callable[[], None]:
         torch.cuda.memory._dump_snapshot(str(path))
         return f"📁 {path} (for pytorch.org/memory_viz)"
 
-    MONITOR.memory_facts.append(lambda: [write()])
+    ctx.monitor.explain_memory_with(lambda: [write()])
     return lambda: console.print0(write())

@@ -19,7 +19,7 @@ from support.checkpoints.manager import CheckpointManager
 from support.cli.arguments import Arguments
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
-from support.cluster.failures import MONITOR
+from support.cluster.restart import Restart, restart_values
 from support.cluster.tuning import keep_freed_memory
 from support.data.batches import steps_of
 from support.data.opening import NOTHING_TO_EVALUATE, Datasets
@@ -88,8 +88,8 @@ class Run:
             run._begin()
         shared = (found, run.earlier, run.facts["started_at"])
         found, run.earlier, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
-        MONITOR.record = run.fail
-        # After MONITOR.record: results.json tells why a run is skipped.
+        ctx.monitor.record_with(run.fail)
+        # From here on results.json tells why a run failed.
         if not (args.eval_only and args.configured_strategy.whole_parameters):  # else as under dp
             args.configured_strategy.check_requirements(args.gradient_accumulation_steps)
         if args.compile:
@@ -100,8 +100,8 @@ class Run:
 
             run._repository = open_repository(args, run.folder, ctx)
         memory = run.memory = MemoryByPhase(ctx.device)
-        MONITOR.watchdog.folder, MONITOR.watchdog.doing = run.folder, lambda: memory.doing
-        MONITOR.memory_facts.append(memory.describe)
+        ctx.monitor.report_hangs(run.folder, lambda: memory.doing)
+        ctx.monitor.explain_memory_with(memory.describe)
         if args.memory_snapshot:
             from support.report.profiling import record_memory
 
@@ -112,8 +112,7 @@ class Run:
         """Print what is trained, before the data is read."""
         from support.memory import fit
 
-        # Printed if memory runs out.
-        MONITOR.remedies = partial(fit.ways_to_fit, args, self.ctx, spec)
+        self.ctx.monitor.advise_with(partial(fit.ways_to_fit, args, self.ctx, spec))
         verb = "Evaluating" if args.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
@@ -188,17 +187,17 @@ class Run:
         self._begin()
         if ctx.is_main:
             self.file.cut_at(state.step)
-        MONITOR.watchdog.state = state
         if ctx.device.type == "cpu":
             from support.memory.fit import keeps_large_tensors
 
             keep_freed_memory(large=keeps_large_tensors(args, ctx, manager.spec))
         # Adam's states exist from the first update on, so the second step may need the most memory.
+        restart = None
         if args.auto_micro_batch and args.batch_size > 1:
-            from support.cluster.restart import Restart, restart_values
-
             values = restart_values(args, self.folder)
-            MONITOR.restart = Restart(values, self._smaller_batch_may_help)
+            restart = Restart(values, self._smaller_batch_may_help)
+        ctx.monitor.training_starts(state, restart)
+        if restart:
             # A rank may run out of memory while another still starts a tracker or removes files.
             dist.barrier()
         title = f"🚂 Starting Training ({objects.strategy.title})"
@@ -419,7 +418,7 @@ class Run:
         """
         self.memory.note("trained")
         args, ctx, manager, state = self.args, self.ctx, self.manager, self.state
-        MONITOR.watchdog.state = MONITOR.restart = None
+        ctx.monitor.training_ends()
         if manager.stream is not None:
             self.facts["dataset"] = manager.stream.summary()
         if args.load_best_at_end and state.best:

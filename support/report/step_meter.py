@@ -13,7 +13,6 @@ import torch
 from support.cli.arguments import Arguments
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
-from support.cluster.failures import MONITOR
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
 from support.strategies.objects import TrainingObjects
@@ -41,11 +40,11 @@ def create_meter(
 
     detailed = args.profile_memory or ctx.simulated
     step_memory = StepMemory(objects, memory.peak, detailed, kept_by_loss)
-    MONITOR.memory_facts.append(step_memory.describe)
+    ctx.monitor.explain_memory_with(step_memory.describe)
     measured = state.total_steps
     if state.patience:  # early stopping may end the run at any step, so an early one is measured
         measured = min(measured, state.step + 5)
-    return StepMeter(memory, step_memory, MONITOR.watchdog.traffic, state.step, measured)
+    return StepMeter(memory, step_memory, ctx.monitor.watchdog.traffic, state.step, measured)
 
 
 @dataclass

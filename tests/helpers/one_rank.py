@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from support.cluster.context import DistContext
+from support.cluster.failures import FailureMonitor, StopSignal
 from support.cluster.launch import Launch
 
 
@@ -15,6 +16,6 @@ def one_rank():
     launch = Launch("python", 0, 0, 1, 1, 0, "", 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield DistContext(launch, torch.device("cpu"), "gloo")
+        yield DistContext(launch, torch.device("cpu"), "gloo", FailureMonitor(StopSignal()))
     finally:
         dist.destroy_process_group()

@@ -378,7 +378,7 @@ def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
         skip(f"transformers {transformers.__version__} always repeats keys and values")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda mask, *_: mask is None)
-    ctx = DistContext(MagicMock(), torch.device(device), "gloo")
+    ctx = DistContext(MagicMock(), torch.device(device), "gloo", MagicMock())
     ctx.precision = precision
     configure_transformers(parse_arguments([]), ctx)
     model = read_architecture(QWEN, "qwen")

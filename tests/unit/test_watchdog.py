@@ -277,7 +277,7 @@ def test_the_first_failure_is_recorded_and_the_others_end_because_of_it(
     for rank, error in enumerate((own, first)[::-1]):
         monitor = FailureMonitor(stop)
         monitor.rank, monitor.watchdog.store = 1 - rank, store
-        monitor.record = lambda error: recorded.append((error.status, str(error))) or True
+        monitor.record_with(lambda error: recorded.append((error.status, str(error))) or True)
         monkeypatch.setattr(monitor, "_leave", ended.append)
         monkeypatch.setattr(monitor, "_exit_at_latest", lambda *_: None)
         monitor.end_failed(RuntimeError(error) if isinstance(error, str) else error)
@@ -303,10 +303,11 @@ def test_a_stop_signal_while_the_ranks_restart_is_not_lost(stop, monkeypatch):
     ended, recorded = [], []
     monitor = FailureMonitor(stop)
     monitor.watchdog.store.set("failure", "restart of rank 1")
-    monitor.record = lambda error: recorded.append(error.status) or True
+    monitor.record_with(lambda error: recorded.append(error.status) or True)
     monkeypatch.setattr(monitor, "_leave", ended.append)
-    monitor.restart = Restart({}, bool)
-    monkeypatch.setattr(monitor.restart, "replace_program", lambda: ended.append("replaced"))
+    restart = Restart({}, bool)
+    monkeypatch.setattr(restart, "replace_program", lambda: ended.append("replaced"))
+    monitor.training_starts(TrainState(total_steps=1, num_sequences=1), restart)
     stop.only_record()
     os.kill(os.getpid(), signal.SIGTERM)
     monitor._restart_if_agreed()
