@@ -142,7 +142,7 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
     objects = build(args, ctx, spec, run)
     run.memory.note("wrapped")
 
-    manager = CheckpointManager(args, ctx, run.folder, objects, spec, datasets)
+    manager = CheckpointManager(args, ctx, run.folder / "checkpoints", objects, spec, datasets)
     # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
     state = batches.train_state(counters, datasets.train, args, ctx.world_size)

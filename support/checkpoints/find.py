@@ -1,6 +1,7 @@
 """Find the checkpoint that --resume selects, and check that it belongs to the run."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from support import console
 from support.checkpoints.format import candidates_in, list_checkpoints
@@ -12,7 +13,13 @@ from support.errors import UserError, same_redacted
 from support.files.user_files import shown
 from support.optimizers import OPTIMIZERS
 
-Found = tuple[Path, dict]  # a checkpoint's folder and its manifest
+
+class FoundCheckpoint(NamedTuple):
+    """A complete and undamaged checkpoint."""
+
+    path: Path  # its folder
+    manifest: dict[str, Any]
+
 
 # Entries that earlier versions did not write, and their value in the runs of those versions.
 VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
@@ -44,7 +51,7 @@ def _differences(saved: dict, current: dict) -> list[str]:
     ]
 
 
-def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | None:
+def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
     """Find the checkpoint to resume from: the newest complete and undamaged one, on all ranks.
 
     Only the flags are compared with it here; model and data in `CheckpointManager.resume`.
@@ -74,7 +81,7 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> Found | 
     return found
 
 
-def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
+def _newest(wanted: str, folder: Path, ctx: DistContext) -> FoundCheckpoint | None:
     """Return the newest checkpoint in `wanted`, or if it is "" in `folder`, that can be used."""
     # Rank 0 decides: other nodes may see new names in a shared folder later.
     candidates = ctx.broadcast_from_rank0(
@@ -84,7 +91,7 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> Found | None:
     for candidate in candidates:
         manifest, problem = verify(candidate, ctx)
         if not problem:
-            return candidate, manifest
+            return FoundCheckpoint(candidate, manifest)
         if wanted and candidate == Path(wanted):
             raise UserError(f"--resume {wanted}: {problem}.")
         console.warn(f"Skipped the checkpoint {candidate}: {problem}.")

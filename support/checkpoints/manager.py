@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from safetensors.torch import load_file
 
 from support import console
 from support.checkpoints import format as files
+from support.checkpoints.find import (
+    FoundCheckpoint,
+    find_checkpoint,
+    refuse_other_run,
+    report_changes,
+    verify,
+)
 from support.checkpoints.saving import PieceWriter, write_shards
 from support.checkpoints.signature import run_signature
 from support.cli.arguments import Arguments
@@ -27,6 +35,7 @@ from support.data.opening import Datasets
 from support.errors import FirstError, OutOfMemory, TrainingError, explain, redact_value
 from support.files import atomic
 from support.files.safetensors_writer import save_file
+from support.model.export import TrainedModel
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
 from support.strategies.objects import TrainingObjects
@@ -41,7 +50,7 @@ class CheckpointManager:
 
     args: Arguments
     ctx: DistContext
-    folder: Path  # the run's output folder; after the initialization its `checkpoints`
+    folder: Path  # of the checkpoints
     objects: TrainingObjects
     spec: Any  # the ModelSpec
     datasets: InitVar[Datasets]
@@ -52,7 +61,7 @@ class CheckpointManager:
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
 
     def __post_init__(self, datasets: Datasets) -> None:
-        args, self.folder = self.args, self.folder / "checkpoints"
+        args = self.args
         self.model, self.module = self.objects.model, self.objects.module
         # The training sequences of --streaming, whose position is saved.
         self.stream = datasets.train if args.streaming else None
@@ -60,21 +69,17 @@ class CheckpointManager:
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not args.eval_only:
             self.state = self.objects.sharded_state(self.ctx.device)
-        if args.load_best_at_end:  # imported before the training, as in export.target_of
-            from support.checkpoints import find  # noqa: F401
         self.may_save = self.ctx.shares_output and not (args.eval_only or args.no_save)
         self._stop = DelayedFlag()
 
     @staticmethod
-    def find(args: Arguments, ctx: DistContext, folder: Path) -> tuple[Path, dict] | None:
+    def find(args: Arguments, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
         """Find the checkpoint of --resume (see find.find_checkpoint); None without that flag."""
         if args.resume is None:
             return None
-        from support.checkpoints.find import find_checkpoint
-
         return find_checkpoint(args, ctx, folder)
 
-    def resume(self, found: tuple[Path, dict] | None) -> dict:
+    def resume(self, found: FoundCheckpoint | None) -> dict:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
 
         Raises:
@@ -83,8 +88,6 @@ class CheckpointManager:
         self.ctx.stop.end_if_requested()
         if found is None:
             return NEW_RUN
-        from support.checkpoints.find import refuse_other_run, report_changes
-
         path, manifest = found
         refuse_other_run(manifest["identity"], self.identity, self.args.resume_force)
         report_changes(manifest["identity"], self.identity)
@@ -142,8 +145,6 @@ class CheckpointManager:
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
-        from support.checkpoints.find import verify
-
         manifest, problem = verify(best_folder, self.ctx)
         if problem:
             kept = "cannot be used, so the model keeps the last weights"
@@ -270,10 +271,16 @@ class CheckpointManager:
         except OSError as error:
             console.warn(f"checkpoints/latest cannot be written: {error.strerror}.")
 
-    def weights_kept(self, state: TrainState | None) -> Path | None:
+    def trained_model(self, state: TrainState | None) -> TrainedModel:
+        """Return what an export needs; `state` is None for a completed run."""
+        keep = partial(self._keep_weights, state)
+        parts = (self.ctx, self.spec, self.module, self.state, self.identity)
+        return TrainedModel(*parts, self.best_is_loaded, keep)
+
+    def _keep_weights(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the weights of a model whose export failed, or None.
 
-        One is saved if necessary, also with --no_save. `state` is None for a completed run.
+        One is saved if necessary, also with --no_save.
         """
         if self.best_is_loaded or state is None:
             return self._loaded_from

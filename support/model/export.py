@@ -10,24 +10,45 @@ An export needs memory for one file of weights on rank 0, and none on the other 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from support import console
 from support.cli.arguments import Arguments
-from support.cluster.context import DTYPES
+from support.cluster.context import DTYPES, DistContext
 from support.errors import FirstError, TrainingError, redact
 from support.files.atomic import finish_folder, start_folder, write_text
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
+from support.model.resolve import ModelSpec
 from support.model.weights import persistent_buffers
+from support.strategies.optimizer_shards import ShardedState
 from support.units import perplexity_of
 
-if TYPE_CHECKING:
-    from support.checkpoints.manager import CheckpointManager
+
+class TrainedModel(NamedTuple):
+    """A trained model, as it is exported."""
+
+    ctx: DistContext
+    spec: ModelSpec
+    module: nn.Module  # without its wrapper
+    state: ShardedState | None  # this rank's weights; None with --eval_only
+    identity: dict  # the run signature
+    is_best: bool  # whether the weights are those of the best evaluation, and not the last
+    # Returns a checkpoint with these weights, which may be saved for it, or None.
+    keep_weights: Callable[[], Path | None]
+
+    @property
+    def weights(self) -> ShardedState:
+        """This rank's weights; --eval_only exports nothing."""
+        assert self.state is not None
+        return self.state
 
 
 class Target(NamedTuple):
@@ -53,13 +74,9 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite or own)
 
 
-def finish(
-    trained: CheckpointManager, results, target: Target, args: Arguments, state
-) -> Path | None:
+def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
-    Args:
-        state: the run's TrainState; None for a run that was complete before it was resumed.
     Returns:
         The folder with the exported model; None if the flags exclude it.
     Raises:
@@ -72,7 +89,7 @@ def finish(
     ):
         return target.folder
     facts = {**results.facts, "merged": args.merge_lora}
-    if trained.best_is_loaded:
+    if trained.is_best:
         loss = facts["best_eval_loss"]
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
@@ -82,7 +99,7 @@ def finish(
     card = model_card(facts, trained.identity)
     failed, folder = export_model(trained, target, args, card)
     if failed:
-        if checkpoint := trained.weights_kept(state):
+        if checkpoint := trained.keep_weights():
             advice = (
                 f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
                 f"{checkpoint} --to hf FOLDER` exports them; so does the same run with --resume."
@@ -102,7 +119,7 @@ def finish(
 
 
 def export_model(
-    trained: CheckpointManager, target: Target, args: Arguments, card: str
+    trained: TrainedModel, target: Target, args: Arguments, card: str
 ) -> tuple[str, Path]:
     """Write the model that a run has trained. Every rank calls this function.
 
@@ -119,7 +136,8 @@ def export_model(
     if spec.lora and args.merge_lora:
         from support.model.merging import write_merged
 
-        write_merged(trained, folder, dtype, errors)
+        load = partial(spec.load, ctx, dtype="auto")
+        write_merged(load, trained.weights, folder, dtype, errors)
     else:
         _write_trained(trained, folder, dtype, errors)
     if temporary and folder:
@@ -136,21 +154,21 @@ def export_model(
 
 
 def _write_trained(
-    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    trained: TrainedModel, folder: Path | None, dtype: torch.dtype, errors: FirstError
 ) -> None:
     """Write the trained weights, of the model or its adapters, on the rank that has a `folder`."""
-    names, buffers, stem = {name: name for name in trained.state.shapes}, {}, "model"
+    names, buffers, stem = {name: name for name in trained.weights.shapes}, {}, "model"
     if trained.spec.lora:
         from support.model.lora import peft_name
 
         names, stem = {name: peft_name(name) for name in names}, "adapter_model"
     else:
         buffers = persistent_buffers(trained.module)
-    shapes = {names[name]: shape for name, shape in trained.state.shapes.items()}
+    shapes = {names[name]: shape for name, shape in trained.weights.shapes.items()}
     files = None
     if folder:
         files = errors.attempt(WeightFiles, folder, shapes, dtype, buffers, FILE_BYTES, stem)
-    for name, weight in trained.state.whole_weights():
+    for name, weight in trained.weights.whole_weights():
         if files:
             errors.attempt(files.write, names[name], weight)
     if files:

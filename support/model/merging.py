@@ -1,32 +1,40 @@
 """--merge_lora: write the whole model with the trained adapters added to its weights."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from support.errors import FirstError
 from support.files.safetensors_writer import WeightFiles
 from support.model.lora import base_name, merged
 from support.model.weights import persistent_buffers
-
-if TYPE_CHECKING:
-    from support.checkpoints.manager import CheckpointManager
+from support.strategies.optimizer_shards import ShardedState
 
 
 def write_merged(
-    trained: CheckpointManager, folder: Path | None, dtype: torch.dtype, errors: FirstError
+    load: Callable[[], nn.Module],
+    trained: ShardedState,
+    folder: Path | None,
+    dtype: torch.dtype,
+    errors: FirstError,
 ) -> None:
-    """Write the whole model with the adapters added, on the rank that has a `folder`."""
+    """Write the whole model with the adapters added, on the rank that has a `folder`.
+
+    Args:
+        load: loads the model with its frozen weights.
+        trained: this rank's part of the adapters.
+    """
     adapters = {
-        name: weight.clone() if folder else None for name, weight in trained.state.whole_weights()
+        name: weight.clone()
+        for name, weight in trained.whole_weights()  # every rank takes part
+        if folder and weight is not None
     }
 
     def write(folder: Path) -> None:
         # The frozen weights are read again from their files: memory-mapped, not copied.
-        model = trained.spec.load(trained.ctx, dtype="auto")
+        model = load()
         frozen = {n: p.shape for n, p in model.named_parameters() if n not in adapters}
         shapes = {base_name(name): shape for name, shape in frozen.items()}
         files = WeightFiles(folder, shapes, dtype, persistent_buffers(model))

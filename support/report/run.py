@@ -471,7 +471,7 @@ class Run:
         self, args: Arguments, manager: CheckpointManager, state: TrainState | None, casting
     ) -> None:
         """Export and generate if requested and missing; `state` is None if nothing was trained."""
-        folder = export.finish(manager, self, self.target, args, state)
+        folder = export.finish(manager.trained_model(state), self, self.target, args)
         if args.generate:
             from support.data.chat import prompt_for
             from support.model.generate import generate
