@@ -185,19 +185,20 @@ def plant(kind: str, values: list[str]) -> None:
 
         wrap(tensors, "save_file", save)
     elif kind == "logits":
-        from support.model import export, generate
+        from support.checkpoints.manager import CheckpointManager
+        from support.model import generate
 
         generate.NEW_TOKENS = 15
 
-        def speak_and_write(number, write, trained, *args):
-            trained.model.eval()
+        def speak_and_export(number, trained_model, manager, state):
+            manager.model.eval()
             with torch.no_grad():
-                logits = trained.model(input_ids=torch.arange(32)[None], use_cache=False).logits
+                logits = manager.model(input_ids=torch.arange(32)[None], use_cache=False).logits
             if os.environ["RANK"] == "0":
                 torch.save(logits.clone(), ":".join(values))
-            return write(trained, *args)
+            return trained_model(manager, state)
 
-        wrap(export, "export_model", speak_and_write)
+        wrap(CheckpointManager, "trained_model", speak_and_export)
     elif kind == "own_means":
         from support.model.loss import LossMixin
 

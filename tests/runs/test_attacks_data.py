@@ -124,7 +124,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 # A file's name and content; how many texts it has; and, for each bad row, words of its line.
 FILES = {
     "deep row": ("a.jsonl", f'{FINE}\n{{"text": {DEEP}}}\n{FINE}\n', 2, ["line 2: .*recursion"]),
-    "list as text": ("a.jsonl", f'{{"text": [1]}}\n{FINE}\n', 1, ["line 1: .*not a text"]),
+    "list as text": ("a.jsonl", f'{{"text": [1]}}\n{FINE}\n', 1, ["line 1: .*not a string"]),
     "a byte-order mark": ("a.jsonl", "\ufeff" + FINE, 1, []),
     "commas": ("a.csv", 'id,text\r\n1,not quoted, so cut\n2,"a,\nb"\n3\n', 1, ["line 2", "line 5"]),
     "Latin-1 row": ("a.jsonl", FINE.encode() + b'\n{"text": "caf\xe9"}\n', 1, ["line 2: .*UTF-8"]),

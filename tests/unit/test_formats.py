@@ -152,7 +152,7 @@ REFUSED = [
     ({"prompt": "a", "completion": "b", "image": "a.png"}, "'image'"),
     ({"conversations": sharegpt(HUMAN, ("function_call", "{}"), GPT)}, "'function_call'"),
     ({"messages": [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]}, "reaso"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "'content' is not a text"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "'content' is not a string"),
     ({"messages": [{"role": ["user"], "content": "Yes."}]}, "has the role"),
     ({"messages": [{"role": "assistant", "content": "Yes.", "tool_calls": [1]}]}, "tool_calls"),
     ({"prompt": turns(QUESTION), "completion": "b"}, "'completion' is not a list"),
