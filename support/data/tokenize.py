@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,8 @@ class DocumentTokenizer:
         """Return the token ids of each piece, uint32; joined, they are those of the document."""
         tokens = self._tokens([before + text for text, before in pieces])
         return [
-            np.array(ids[len(self._alone(before)) :] if before else ids, dtype=np.uint32)
+            # Twice as fast as np.array(ids, np.uint32).
+            np.asarray(array("I", ids))[len(self._alone(before)) if before else 0 :]
             for (_, before), ids in zip(pieces, tokens, strict=True)
         ]
 
