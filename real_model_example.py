@@ -527,8 +527,8 @@ def build_ddp(
             # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
             broadcast_buffers=False,
         )
-    if ctx.simulated and ctx.world_size > 1:
-        process_group.replace_all_reduce(model)
+        if ctx.simulated:
+            process_group.replace_all_reduce(model)
     optimizer = create_optimizer(parameter_groups(model, args), args)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)

@@ -358,7 +358,8 @@ def solve(args: Options, work: Workload, limits: Limits) -> int:
     if args.solve == "gpus":
         search, header = fit.fewest_gpus, "fewest GPUs"
         limits = replace(limits, ranks_per_node=args.gpus_per_node or 8)
-    answers = {name: search(work, name, limits) for name in PREFERENCE if name in supporting(work)}
+    supported = supporting(work)
+    answers = {name: search(work, name, limits) for name in PREFERENCE if name in supported}
     if args.json:
         print(json.dumps({"solve": args.solve, "answers": answers}, indent=2))
     else:

@@ -117,10 +117,6 @@ def supporting(work: Workload) -> list[str]:
     ]
 
 
-# Each of these functions returns the terms of a strategy without activations and loss, and the
-# bytes that a rank sends per step, before the factor (N - 1) / N for N ranks.
-
-
 def _cublas(work: Workload) -> int:
     """Return the bytes of cuBLAS's workspaces, which PyTorch's allocator holds.
 

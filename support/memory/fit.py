@@ -51,8 +51,9 @@ def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Wo
         accumulation makes up for smaller micro-batches.
     """
     checkpointing = replace(work, gradient_checkpointing=True)
+    all_supported = supporting(work)
     for strategies in (ON_DEVICE, OFFLOADING):
-        supported = [strategy for strategy in strategies if strategy in supporting(work)]
+        supported = [strategy for strategy in strategies if strategy in all_supported]
         for changed in (work,) if work.gradient_checkpointing else (work, checkpointing):
             for strategy in supported:
                 if limits.hold(need := predict(changed, strategy)):
@@ -180,7 +181,8 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
     micro-batch with more accumulation; gradient checkpointing; sequences of half the length.
     """
     holds, present = partial(limits.hold, share=ADVISED_SHARE), predict(work, strategy).total
-    others = {other: predict(work, other) for other in PREFERENCE if other in supporting(work)}
+    supported = supporting(work)
+    others = {other: predict(work, other) for other in PREFERENCE if other in supported}
     needs = {f"--strategy {o}": need for o, need in others.items() if need.total < 0.98 * present}
     split = fitting_split(work, strategy, holds)
     if split and split.batch_size < work.batch_size:

@@ -181,7 +181,7 @@ print("compiling", flush=True)
 end = time.monotonic() + 10
 while not pathlib.Path({str(go)!r}).exists():
     if time.monotonic() > end:
-        sys.exit("nobody received the line")
+        sys.exit("the line was not received")
     time.sleep(0.01)
 print("compiled")
 """
