@@ -61,13 +61,12 @@ from support.cluster.context import DistContext
 from support.cluster.failures import FailureMonitor
 from support.data import batches, opening
 from support.model import resolve
-from support.model.loss import computes_loss
-from support.report.run import Run
+from support.report import finish, start
+from support.report.start_log import StartLog
 from support.strategies import gradients, table
 from support.strategies.deepspeed import setup
 from support.strategies.fsdp import shards
 from support.strategies.objects import TrainingObjects
-from support.train_state import TrainState
 
 
 def main(args: Arguments, launch: startup.Launch) -> None:
@@ -122,8 +121,6 @@ def setup_distributed(
 def train(args: Arguments, ctx: DistContext) -> nn.Module:
     """Build, resume, train, evaluate, export and report.
 
-    Args:
-        ctx: this rank's place among the ranks, its device and precision; see setup_distributed.
     Returns:
         The wrapped model; a DeepSpeed engine must be destroyed before the process ends.
     Raises:
@@ -131,29 +128,45 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         TrainingError: the run failed.
         Preempted: a rank received a stop signal; a complete checkpoint was saved.
     """
-    run = Run.open(args, ctx)  # creates <output_dir>, writes results.json
-    checkpoint = CheckpointManager.find(args, ctx, run.folder)  # None without --resume
+    folder = start.open_folder(args, ctx)  # creates and locks <output_dir>, writes results.json
+    start.check_machine(args, ctx)  # for what the strategy and --compile need
+    target = finish.find_target(args, ctx, folder)  # where the trained model goes
+    log = StartLog.open(args, ctx, folder)  # prints and records how the run gets ready
+    checkpoint = CheckpointManager.find(args, ctx, folder.path)  # None without --resume
     spec = resolve.find_model(args, ctx)  # configuration and tokenizer; the weights come later
     args = args.replace(seq_length=spec.seq_length(args))
-    run.announce_model(args, spec)
+    log.model_found(args, spec)
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     datasets = prepare_dataset(args, ctx, spec)
-    run.dataset_ready(args, datasets)
-    objects = build(args, ctx, spec, run)
-    run.memory.note("wrapped")
+    log.dataset_ready(datasets, args.eval_only, args.streaming)
+    objects = build(args, ctx, spec, log)
+    log.memory.note("wrapped")
 
-    manager = CheckpointManager(args, ctx, run.folder / "checkpoints", objects, spec, datasets)
+    manager = CheckpointManager(args, ctx, folder.path / "checkpoints", objects, spec, datasets)
     # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
     state = batches.train_state(counters, datasets.train, args, ctx.world_size)
-    if run.was_complete_at(args, state):  # --resume of a completed run
-        run.finish_completed_run(args, manager, state, autocast(objects, ctx))
+    if folder.was_complete_at(state):  # --resume of a completed run
+        finish.restore_results(folder, manager, state, args.load_best_at_end)
+        finish.publish(args, folder, target, manager.trained_model(None), autocast(objects, ctx))
         return objects.model
-    run.start_training(args, objects, manager, state)  # from here on the run has the manager
-    eval_loss = train_and_evaluate(objects, datasets, state, run, args, ctx)
-    # Writes results.json. Exports the model to <output_dir>/hf: the ranks send their shards of one
-    # parameter after the other to rank 0. --generate needs autocast.
-    run.finish(eval_loss, autocast(objects, ctx))
+
+    run = start.open_run(args, ctx, log, manager, state)  # with the log and the meter of the steps
+    # All checks have passed: only now may files of an earlier run be changed.
+    manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
+    folder.begin(run_signature=manager.identity)  # results.json
+    run.log.cut()  # metrics.jsonl
+    start.keep_freed_memory(args, ctx, spec)  # on a CPU
+    start.watch_steps(args, ctx, run)  # from here on a step that hangs is reported
+    eval_loss = train_and_evaluate(run, datasets, args, ctx)
+
+    finish.end_training(ctx, run)
+    finish.load_best(run, args.load_best_at_end)
+    finish.summarize(args, ctx, run, eval_loss)  # speed, memory, losses
+    # Rank 0 gathers one parameter after the other, for <output_dir>/hf. --generate needs autocast.
+    finish.publish(args, folder, target, manager.trained_model(state), autocast(objects, ctx))
+    run.log.close()
+    finish.say_files(ctx, folder)
     return objects.model
 
 
@@ -174,35 +187,32 @@ def prepare_dataset(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec) 
     return datasets
 
 
-def build(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run) -> TrainingObjects:
+def build(
+    args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
+) -> TrainingObjects:
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
     strategy = args.configured_strategy  # the row of --strategy, with its options
     if args.eval_only and strategy.whole_parameters:  # every rank holds all of P
-        return load_for_evaluation(args, ctx, spec, run)
+        return load_for_evaluation(args, ctx, spec, log)
     builders: dict[str, Callable[..., TrainingObjects]] = {
         "ddp": build_ddp,
         "fsdp": build_fsdp,
         "deepspeed": build_deepspeed,
     }
-    return builders[strategy.engine](strategy, args, ctx, spec, run)
+    return builders[strategy.engine](strategy, args, ctx, spec, log)
 
 
 def train_and_evaluate(
-    objects: TrainingObjects,
-    datasets: opening.Datasets,
-    state: TrainState,
-    run: Run,
-    args: Arguments,
-    ctx: DistContext,
+    run: start.Run, datasets: opening.Datasets, args: Arguments, ctx: DistContext
 ) -> float | None:
     """Evaluate if it is due, end if all steps are done, train until the next evaluation; repeat.
 
-    Args:
-        state: the counters: step, samples, epoch, position (the sequences used in this epoch).
     Returns:
         The loss of the last evaluation, or None if there was none.
     """
-    is_deepspeed = objects.strategy.engine == "deepspeed"
+    start.say_training(ctx, run, args.eval_only)
+    state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
+    is_deepspeed = run.objects.strategy.engine == "deepspeed"
     train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
@@ -211,35 +221,31 @@ def train_and_evaluate(
     eval_loss = None
     while True:
         if due and datasets.validation.num_sequences:
-            run.start_evaluation()
-            eval_loss = evaluate(objects, datasets.validation, args, ctx)
+            run.log.start_evaluation()
+            eval_loss = evaluate(run.objects, datasets.validation, args, ctx)
             if eval_loss is None:  # a rank received a stop signal
-                run.preempt()  # saves a checkpoint and raises Preempted
+                finish.stop(run)  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
-            run.log_evaluation(eval_loss)
+            run.log.log_evaluation(eval_loss)
             run.manager.after_evaluation(state)
         elif due:
-            run.skip_evaluation()  # prints that there are no validation sequences
+            opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        step_batches = rest_of_epoch(datasets.train, state, args, ctx)
-        train_epoch(objects, step_batches, state, run, args, ctx)
+        step_batches = rest_of_epoch(datasets.train, state.epoch, state.position, args, ctx)
+        train_epoch(run, step_batches, args, ctx)
         due = state.evaluation_is_due
 
 
 # ========================================================================= the two training loops
 def train_epoch_ddp(
-    objects: TrainingObjects,
-    step_batches: Iterable[batches.StepBatch],
-    state: TrainState,
-    run: Run,
-    args: Arguments,
-    ctx: DistContext,
+    run: start.Run, step_batches: Iterable[batches.StepBatch], args: Arguments, ctx: DistContext
 ) -> None:
     """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
+    objects, state = run.objects, run.state
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
-    run.start_epoch()
+    run.log.start_epoch()
     for step_batch in step_batches:  # this rank's share of each global batch
         lr = learning_rate(state.step, state.total_steps, args)
         set_learning_rate(optimizer, lr)
@@ -261,7 +267,8 @@ def train_epoch_ddp(
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
-        run.after_backward()  # counts the memory; from now on a stop signal waits for the step
+        run.meter.after_backward()  # counts the memory
+        ctx.stop.defer(run.manager.may_save)  # from now on a stop signal waits for the step
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
         grad_norm = gradients.gradient_norm(model)  # of the whole gradient: FSDP's shards are added
         if args.max_grad_norm:
@@ -275,23 +282,19 @@ def train_epoch_ddp(
 
         state.advance()  # step += 1, samples += the sequences of the global batch
         # A line of metrics.jsonl: step, epoch, loss, lr, grad_norm, tokens_per_second, seconds.
-        run.log_step(step_loss, lr, grad_norm, all_tokens)
-        if save_or_stop(state, stop_requests, run, args):
+        run.log.log_step(step_loss, lr, grad_norm, all_tokens)
+        if save_or_stop(run, stop_requests):
             break
 
 
 def train_epoch_deepspeed(
-    objects: TrainingObjects,
-    step_batches: Iterable[batches.StepBatch],
-    state: TrainState,
-    run: Run,
-    args: Arguments,
-    ctx: DistContext,
+    run: start.Run, step_batches: Iterable[batches.StepBatch], args: Arguments, ctx: DistContext
 ) -> None:
     """Train with DeepSpeed's engine until the epoch ends or an evaluation is due."""
+    objects, state = run.objects, run.state
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
-    run.start_epoch()
+    run.log.start_epoch()
     for step_batch in step_batches:
         lr = learning_rate(state.step, state.total_steps, args)
         set_learning_rate(optimizer, lr)
@@ -314,7 +317,8 @@ def train_epoch_deepspeed(
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)
-        run.after_backward()
+        run.meter.after_backward()
+        ctx.stop.defer(run.manager.may_save)
         # As in train_epoch_ddp, but the engine computes the norm inside of its step.
         gradients.block_update_if_not_finite(objects, step_loss, None, ctx.simulated)
         # Norm, clipping, update of this rank's part, all-gather of P (stages 1, 2); clears G.
@@ -323,8 +327,8 @@ def train_epoch_deepspeed(
         run.meter.mark("update")
 
         state.advance()
-        run.log_step(step_loss, lr, grad_norm, all_tokens)
-        if save_or_stop(state, stop_requests, run, args):
+        run.log.log_step(step_loss, lr, grad_norm, all_tokens)
+        if save_or_stop(run, stop_requests):
             break
 
 
@@ -332,9 +336,7 @@ def train_epoch_deepspeed(
 def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
     """Return the learning rate of a step: linear warm-up to --lr, then the decay of --lr_scheduler.
 
-    Args:
-        step: the optimizer step, counted from 0.
-        total_steps: the step at which "linear" and "cosine" reach 0.
+    `step` counts from 0. "linear" and "cosine" reach 0 at the step `total_steps`.
     """
     warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
     if step < warmup_steps:
@@ -354,7 +356,7 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def rest_of_epoch(
-    train_data: Any, state: TrainState, args: Arguments, ctx: DistContext
+    train_data: Any, epoch: int, position: int, args: Arguments, ctx: DistContext
 ) -> Iterable[batches.StepBatch]:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
@@ -362,7 +364,7 @@ def rest_of_epoch(
     """
     if args.streaming:
         return train_data.step_batches(ctx.device)
-    order = train_data.epoch_order(args.seed, state.epoch)[state.position :]
+    order = train_data.epoch_order(args.seed, epoch)[position:]
     accumulation = args.gradient_accumulation_steps
     shares = split_over_ranks(train_data, order, args.batch_size, accumulation, ctx)
     return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
@@ -378,15 +380,10 @@ def split_over_ranks(
     1 computes 2 3 and 6 7. For the same global batch, the number of ranks changes only which rank
     computes a sequence. For the collectives every rank must run the same number of micro-batches;
     short ones are filled up with rows without a loss.
-
-    Yields:
-        A StepBatch, whose micro-batches are (inputs, labels, positions), each int64
-        [batch_size, length]. Labels are the inputs, or IGNORED for tokens without a loss. Positions
-        are None unless documents are isolated; then they restart in each document.
     """
     all_ranks = batch_size * ctx.world_size  # sequences of a micro-batch on all ranks
-    for start in range(0, len(order), all_ranks * accumulation):
-        global_batch = order[start : start + all_ranks * accumulation]
+    for first in range(0, len(order), all_ranks * accumulation):
+        global_batch = order[first : first + all_ranks * accumulation]
         shares = [
             np.array_split(global_batch[offset : offset + all_ranks], ctx.world_size)
             for offset in range(0, len(global_batch), all_ranks)
@@ -420,12 +417,12 @@ def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=No
     """Run the forward pass; return the sum of the next-token cross entropies / `valid_tokens`.
 
     The call of `model` runs the hooks of DDP, FSDP or the engine; those of FSDP and ZeRO-3 gather
-    parameters. The inputs, labels and positions are those of a micro-batch, see split_over_ranks.
+    parameters. The inputs, labels and positions are those of a micro-batch, see batches.StepBatch.
     """
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=batches.IGNORED)  # position i predicts token i + 1
     options = {} if positions is None else {"position_ids": positions}
-    if computes_loss(model):
+    if resolve.computes_loss(model):
         # The usual case. spec.load() has replaced the output layer by one that computes the same
         # loss as the code below, but does not store all logits, the largest tensor of a step:
         # add_loss and ChunkedLoss in support/model/loss.py. The number of tokens is an integer,
@@ -433,17 +430,12 @@ def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=No
         return model(inputs, targets=targets, tokens=valid_tokens.long(), **options)
     # Models whose output layer scales or caps its logits, or has adapters.
     logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
-    losses = F.cross_entropy(
-        logits, targets.flatten(), ignore_index=batches.IGNORED, reduction="sum"
-    )
-    return losses / valid_tokens
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=batches.IGNORED, reduction="sum")
+    return loss / valid_tokens
 
 
 def autocast(objects: TrainingObjects, ctx: DistContext) -> torch.autocast:
-    """Return the autocast context for 16-bit computation with fp32 weights.
-
-    DeepSpeed's engine, and in bf16 FSDP, convert the weights themselves.
-    """
+    """Return autocast for fp32 weights; DeepSpeed, and FSDP in bf16, convert weights themselves."""
     enabled = ctx.precision in objects.strategy.autocast_precisions
     return torch.autocast(ctx.device.type, ctx.dtype, enabled=enabled)
 
@@ -459,7 +451,7 @@ def set_gradient_sync(model: nn.Module, needed: bool) -> None:
         model.require_backward_grad_sync = needed  # as model.no_sync() does
 
 
-def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args: Arguments) -> bool:
+def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
     """Save a checkpoint if one is due; return True if an evaluation is due or the run finished.
 
     Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
@@ -469,13 +461,14 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     Args:
         stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
     """
-    every_steps = args.save_every and state.step % args.save_every == 0
-    if every_steps or (args.save_epochs and state.at_end_of_epoch):
-        run.save()  # a collective: every rank calls it
+    if run.manager.is_due(run.state):  # --save_every, --save_epochs
+        run.log.flush()  # completes the counters
+        run.manager.save(run.state)  # a collective: every rank calls it
+        run.meter.pause()  # no step includes the time of a save
     # On a GPU this reads the count of the previous step, so that the host does not wait.
     if run.manager.stop_requested(stop_requests):
-        run.preempt()  # saves a checkpoint and raises Preempted
-    return state.evaluation_is_due or state.finished
+        finish.stop(run)  # saves a checkpoint and raises Preempted
+    return run.state.evaluation_is_due or run.state.finished
 
 
 # ==================================================================================== evaluation
@@ -511,12 +504,12 @@ def evaluate(
 
 # ============================================ strategies: load, shard or wrap, create the optimizer
 def build_ddp(
-    strategy: table.DDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.DDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model = spec.load(ctx)
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
+    resolve.prepare_forward(model, args, spec)
+    log.model_loaded(args, spec)
     resolve.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
@@ -535,7 +528,7 @@ def build_ddp(
 
 
 def build_fsdp(
-    strategy: table.FSDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.FSDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
@@ -566,8 +559,8 @@ def build_fsdp(
     model.to_empty(device="cpu" if options.offload else ctx.device)
     shards.fill_from_rank0(model, full_model, ctx.device)  # also buffers
     del full_model
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
+    resolve.prepare_forward(model, args, spec)
+    log.model_loaded(args, spec)
     # The optimizer states are sharded because the parameters are.
     optimizer = create_optimizer(parameter_groups(model, args), args)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
@@ -576,7 +569,11 @@ def build_fsdp(
 
 
 def build_deepspeed(
-    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.DeepSpeed,
+    args: Arguments,
+    ctx: DistContext,
+    spec: resolve.ModelSpec,
+    log: StartLog,
 ) -> TrainingObjects:
     """Create the DeepSpeed engine, which owns the optimizer and shards its states.
 
@@ -588,18 +585,19 @@ def build_deepspeed(
 
     For zero1 and zero3 "stage" is 1 and 3. offload has stage 2 and "offload_optimizer": {"device":
     "cpu"}; infinity has stage 3 and {"device": "nvme"} for "offload_optimizer" and "offload_param".
-    With another --optim than AdamW DeepSpeed calls create_optimizer. The loop sets the learning
-    rate.
+    DeepSpeed calls create_optimizer if --optim is not AdamW. The loop sets the learning rate.
     """
     import deepspeed
 
-    strategy = prepare_deepspeed(strategy, args, ctx, spec, run)
+    strategy = prepare_deepspeed(strategy, args, ctx, spec)
+    if ctx.is_main:
+        setup.write_config(strategy, log.folder.path)  # <output_dir>/ds_config.json
     if strategy.stage == 3:  # also infinity
         model = partition_with_zero3(strategy, args, ctx, spec)
     else:
         model = spec.load(ctx)
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
+    resolve.prepare_forward(model, args, spec)
+    log.model_loaded(args, spec)
     own_optimizer = args.optim != "adamw" and not args.eval_only
     with setup.quiet(args.verbose):  # moves the model to the device, and wraps the optimizer
         engine, optimizer, _, _ = deepspeed.initialize(
@@ -612,17 +610,16 @@ def build_deepspeed(
 
 
 def prepare_deepspeed(
-    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec
 ) -> table.DeepSpeed:
     """Create the NVMe folder, compile DeepSpeed's ops, fill in each "auto" of the configuration."""
     import deepspeed
 
     nvme_folder = None
     if strategy.needs_nvme:
-        ranks = 1 if ctx.simulated else ctx.launch.local_world_size
-        for_files = (args.nvme_path, spec.parameters, ranks, ctx.world_size)  # checks their size
-        create = partial(setup.make_nvme_folder, *for_files)
-        nvme_folder = ctx.once_per_node("nvme folder", create)
+        sizes = (spec.parameters, ctx.ranks_per_node, ctx.world_size)  # for the space it needs
+        make = partial(setup.make_nvme_folder, args.nvme_path, *sizes)
+        nvme_folder = ctx.once_per_node("nvme folder", make)
     # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
     ctx.once_per_node("ops", partial(setup.build_ops, strategy, args.quiet, args.verbose))
     setup.patch_deepspeed(strategy, ctx.device.type)  # loads these ops; avoids waits for a GPU
@@ -631,10 +628,7 @@ def prepare_deepspeed(
     model_sizes = setup.ModelSizes(  # the buckets hold a transformer block
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
     )
-    strategy = setup.complete(strategy, model_sizes, ctx.precision, ctx.world_size, nvme_folder)
-    if ctx.is_main:
-        setup.write_config(strategy, run.folder)  # <output_dir>/ds_config.json
-    return strategy
+    return setup.complete(strategy, model_sizes, ctx.precision, ctx.world_size, nvme_folder)
 
 
 def partition_with_zero3(
@@ -658,32 +652,17 @@ def partition_with_zero3(
 
 
 def load_for_evaluation(
-    args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
     model = spec.load(ctx)
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
+    resolve.prepare_forward(model, args, spec)
+    log.model_loaded(args, spec)
     model.to(ctx.device)
     return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)
 
 
 # -------------------------------------------------------------------- the same for all strategies
-def prepare_forward(model: nn.Module, args: Arguments, spec: resolve.ModelSpec) -> None:
-    """Apply --gradient_checkpointing and --compile, then remove random weights from the disk."""
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.compile:
-        layers = resolve.transformer_blocks(model)  # identical ones share a graph
-        if computes_loss(model):
-            layers.append(model.get_output_embeddings())
-        for layer in layers:
-            layer.compile()
-    dist.barrier()  # all ranks have read the weights
-    if not args.merge_lora:  # --merge_lora reads the weights again at the end
-        spec.remove_drawn_weights()  # the temporary folder of weights that were drawn from --seed
-
-
 def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
     """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]

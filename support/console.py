@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+RULE = 60 * "="  # a line between the parts of a run's output
+
 is_main, quiet, verbose = True, False, False  # see `configure`
 
 

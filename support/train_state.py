@@ -15,8 +15,8 @@ NEW_RUN |= {"training_seconds": 0.0, "first_loss": None, "last_loss": None}
 class TrainState:
     """How far training has come, from the start of the run and across resumes.
 
-    `tokens`, `training_seconds` and the losses are up to date after `Run.flush`, which copies them
-    from the device.
+    `tokens`, `training_seconds` and the losses are up to date after `StepLog.flush`, which copies
+    them from the device.
     """
 
     total_steps: int  # optimizer steps, unless early stopping ends the run; 0 with --eval_only

@@ -155,6 +155,11 @@ class CheckpointManager:
         self.best_is_loaded = True
         console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
 
+    def is_due(self, state: TrainState) -> bool:
+        """Whether to save a checkpoint of the current step: --save_every, --save_epochs."""
+        every_steps = self.args.save_every and state.step % self.args.save_every == 0
+        return bool(every_steps or (self.args.save_epochs and state.at_end_of_epoch))
+
     def stop_requested(self, stop: torch.Tensor) -> bool:
         """Whether to save and stop; `stop` is a scalar, above 0 if a rank received a signal."""
         return self.may_save and self._stop.read(stop)
@@ -274,7 +279,7 @@ class CheckpointManager:
     def trained_model(self, state: TrainState | None) -> TrainedModel:
         """Return what an export needs; `state` is None for a completed run."""
         keep = partial(self._keep_weights, state)
-        parts = (self.ctx, self.spec, self.module, self.state, self.identity)
+        parts = (self.ctx, self.spec, self.objects, self.state, self.identity)
         return TrainedModel(*parts, self.best_is_loaded, keep)
 
     def _keep_weights(self, state: TrainState | None) -> Path | None:

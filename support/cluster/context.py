@@ -59,6 +59,11 @@ class DistContext:
         on_gpu = self.device.type == "cuda"
         return torch.cuda.get_device_capability(self.device) if on_gpu else (0, 0)
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of the ranks on this node that exist."""
+        return 1 if self.simulated else self.launch.local_world_size
+
     def mesh(self, hybrid: bool) -> DeviceMesh:
         """Return the device mesh of all ranks, for FSDP.
 

@@ -39,9 +39,14 @@ def total_steps(
 
 @dataclass
 class StepBatch:
-    """The step batch of one rank: its micro-batches of one optimizer step."""
+    """The step batch of one rank: its micro-batches of one optimizer step.
 
-    micro_batches: list[MicroBatch]  # of batch_size sequences each
+    A micro-batch is (inputs, labels, positions), each int64 [batch_size, length]. Labels are the
+    inputs, or IGNORED for tokens without a loss. Positions are None unless documents are isolated;
+    then they restart in each document.
+    """
+
+    micro_batches: list[MicroBatch]
     tokens: int  # number of tokens in them, without padding
     state: Any = None  # with --streaming the position of the stream after this step
 

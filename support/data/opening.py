@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from support import console
 from support.cli.arguments import Arguments
 from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
@@ -54,3 +55,8 @@ def check_validation(validation: Sequences, args: Arguments) -> None:
     needed = [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
     if needed and not validation.num_sequences:
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
+
+
+def say_nothing_to_evaluate() -> None:
+    """Print that there are no validation sequences."""
+    console.warn(f"{NOTHING_TO_EVALUATE}.")

@@ -132,7 +132,7 @@ def memory_limits(ctx) -> Limits:
 
     from support.memory.system import memory_limit
 
-    ranks = 1 if ctx.simulated else ctx.launch.local_world_size
+    ranks = ctx.ranks_per_node
     if ctx.device.type == "cuda":
         return Limits(memory_limit(ctx.device), memory_limit(torch.device("cpu")), None, ranks)
     return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory

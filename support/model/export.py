@@ -23,11 +23,12 @@ from support import console
 from support.cli.arguments import Arguments
 from support.cluster.context import DTYPES, DistContext
 from support.errors import FirstError, TrainingError, redact
-from support.files.atomic import finish_folder, start_folder, write_text
+from support.files import atomic
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model.resolve import ModelSpec
 from support.model.weights import persistent_buffers
+from support.strategies.objects import TrainingObjects
 from support.strategies.optimizer_shards import ShardedState
 from support.units import perplexity_of
 
@@ -37,12 +38,17 @@ class TrainedModel(NamedTuple):
 
     ctx: DistContext
     spec: ModelSpec
-    module: nn.Module  # without its wrapper
+    objects: TrainingObjects  # its model is wrapped
     state: ShardedState | None  # this rank's weights; None with --eval_only
     identity: dict  # the run signature
     is_best: bool  # whether the weights are those of the best evaluation, and not the last
     # Returns a checkpoint with these weights, which may be saved for it, or None.
     keep_weights: Callable[[], Path | None]
+
+    @property
+    def module(self) -> nn.Module:
+        """The model without its wrapper."""
+        return self.objects.module
 
     @property
     def weights(self) -> ShardedState:
@@ -56,6 +62,7 @@ class Target(NamedTuple):
 
     folder: Path
     replace: bool  # what the folder contains may be replaced; else a new name is used
+    repository: str | None = None  # on the hub, to which rank 0 pushes the folder
 
 
 def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target:
@@ -74,30 +81,26 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite or own)
 
 
-def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> Path | None:
-    """Export the trained model, unless the flags exclude it or a complete run has exported it.
+def export_model(trained: TrainedModel, target: Target, args: Arguments, facts: dict) -> dict:
+    """Export the trained model. Every rank calls this function.
 
+    Args:
+        facts: the results so far, by keys of results.json.
     Returns:
-        The folder with the exported model; None if the flags exclude it.
+        The `export` entry of results.json.
     Raises:
         TrainingError: the export failed; the message names the checkpoint with the weights.
     """
-    if args.no_export or args.eval_only:
-        return None
-    if trained.ctx.broadcast_from_rank0(
-        results.was_complete and not args.export_hf and target.folder.exists()
-    ):
-        return target.folder
-    facts = {**results.facts, "merged": args.merge_lora}
+    facts = {**facts, "merged": args.merge_lora}
     if trained.is_best:
         loss = facts["best_eval_loss"]
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
     start = time.monotonic()
-    from support.model.card import model_card
+    from support.model import card
 
-    card = model_card(facts, trained.identity)
-    failed, folder = export_model(trained, target, args, card)
+    text = card.model_card(facts, trained.identity)
+    failed, folder = _write_folder(trained, target, args, text)
     if failed:
         if checkpoint := trained.keep_weights():
             advice = (
@@ -107,21 +110,20 @@ def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> P
         else:  # often because the same disk is full
             elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
             elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
-            lost, folder = export_model(trained, Target(elsewhere, False), args, card)
+            lost, folder = _write_folder(trained, Target(elsewhere, False), args, text)
             advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
-    results.facts["export"] = {
+    return {
         "folder": str(folder),
         "seconds": time.monotonic() - start,
         "host_peak_bytes": trained.ctx.all_gather(host_bytes()[1]),
     }
-    return folder
 
 
-def export_model(
+def _write_folder(
     trained: TrainedModel, target: Target, args: Arguments, card: str
 ) -> tuple[str, Path]:
-    """Write the model that a run has trained. Every rank calls this function.
+    """Write the folder of a trained model.
 
     Returns:
         Why it could not be written, or ""; and its folder: the target, or a new one next to it if
@@ -129,7 +131,7 @@ def export_model(
     """
     ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[args.export_dtype]
     errors, final = FirstError(), target.folder
-    temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
+    temporary = errors.attempt(atomic.start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
         errors.attempt(spec.describe, folder, dtype, args.merge_lora)
@@ -141,8 +143,8 @@ def export_model(
     else:
         _write_trained(trained, folder, dtype, errors)
     if temporary and folder:
-        errors.attempt(write_text, folder / "README.md", card)
-        final = errors.attempt(finish_folder, temporary, target.folder, target.replace)
+        errors.attempt(atomic.write_text, folder / "README.md", card)
+        final = errors.attempt(atomic.finish_folder, temporary, target.folder, target.replace)
         temporary.remove()
     failed, final = ctx.broadcast_from_rank0((str(errors), final))
     if failed:

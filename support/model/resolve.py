@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ from support.files.atomic import remove_temporary_folder, write_text
 from support.files.cache import Cache, cache_folder
 from support.files.user_files import read_json, read_text
 from support.model import weights
-from support.model.loss import add_loss, returns_plain_logits
+from support.model.loss import add_loss, computes_loss, returns_plain_logits
 from support.strategies.wrapped import full_shape
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.units import shares_keys
@@ -253,6 +254,21 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = [module for module in model.modules() if is_block(module)]
     return blocks or list(max(lists, key=size, default=[]))
+
+
+def prepare_forward(model: nn.Module, args: Arguments, spec: ModelSpec) -> None:
+    """Apply --gradient_checkpointing and --compile, then remove random weights from the disk."""
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.compile:
+        layers = transformer_blocks(model)  # identical ones share a graph
+        if computes_loss(model):
+            layers.append(model.get_output_embeddings())
+        for layer in layers:
+            layer.compile()
+    dist.barrier()  # all ranks have read the weights
+    if not args.merge_lora:  # --merge_lora reads the weights again at the end
+        spec.remove_drawn_weights()  # the temporary folder of weights that were drawn from --seed
 
 
 def copy_to_device(model: nn.Module, device: torch.device) -> None:

@@ -1,7 +1,11 @@
 """What a run reports, and what a comparison of runs reports.
 
-run              a run from its output folder to the exported model: results.json, metrics.jsonl
-results          the output folder, the content of results.json, and the lines that show it
+start            the start of a run: the functions that the script calls, in their order
+finish           the end of a run: best weights, results, export, sample, push
+run_folder       the output folder: its lock, and results.json from the start to the end
+results          the content of results.json
+start_log        what a run reports before its training: model, data, memory by phase
+step_log         the log of the steps: metrics.jsonl, console, progress bar, trackers
 results_types    checks the types in a results.json that is read
 metrics_file     reads and writes metrics.jsonl, and draws loss.png
 step_meter       measures a step: time by phase, memory, traffic

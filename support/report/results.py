@@ -1,37 +1,27 @@
-"""The output folder of a run, the content of results.json, and the lines that show it."""
+"""The content of results.json: facts at the start, counters, and what a run has measured."""
 
-import json
-import os
 import platform
-import secrets
 import shlex
 import statistics
 import sys
-import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
-from support import console
-from support.checkpoints.format import list_checkpoints
+from support import process
 from support.cli.arguments import Arguments, global_batch
 from support.cli.flags import settings_of
+from support.cluster import tuning
 from support.cluster.context import DistContext
-from support.cluster.tuning import available_cores, cpu_fact
-from support.errors import TrainingError, UserError, redact, redact_value
-from support.files import atomic
-from support.files.user_files import create_folder
+from support.errors import TrainingError, redact
 from support.memory import measure
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
-from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
-from support.units import AMPERE, GB
-
-RULE = 60 * "="  # a line of the console
+from support.train_state import TrainState
+from support.units import AMPERE
 
 # Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """
@@ -40,106 +30,13 @@ KEYS_OF_TRAINING = """
 """.split()
 
 
-def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
-    """Create the output folder, named by --output_dir or by rank 0, and lock it.
-
-    Returns:
-        The folder; on rank 0 its lock file, or None on a file system without locks.
-    Raises:
-        UserError: the folder cannot be created, is in use by another run, has checkpoints that no
-            flag allows to replace, or is not on a disk that all nodes share although the flags
-            request checkpoints.
-    """
-    lock, started = None, time.strftime("%Y%m%d-%H%M%S")
-    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
-    if ctx.is_main:
-        while not args.output_dir and Path(name).exists():  # two runs started in the same second
-            name += "x"
-        create_folder("--output_dir", Path(name))
-        try:
-            lock = atomic.lock(Path(name) / ".lock")
-        except BlockingIOError:
-            raise UserError(
-                f"--output_dir {name} is in use by another run: wait, or name another folder."
-            ) from None
-        may_hold_a_run = args.overwrite or args.resume is not None
-        if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
-            raise UserError(
-                f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
-                "--overwrite replaces it; or name another folder."
-            )
-    name, host = ctx.broadcast_from_rank0((name, platform.node()))
-    folder = Path(name)
-    if ctx.nodes > 1:
-        blind = hosts_that_do_not_share(folder, ctx)
-        ctx.shares_output = not blind
-        if ctx.launch.is_node_leader and ctx.launch.node and "SLURM_JOB_ID" not in os.environ:
-            # Under Slurm all ranks have one log. Elsewhere each host has a terminal.
-            console.write(
-                f"ℹ️  Rank 0 is on {host}: it prints the training, and writes to {folder}."
-            )
-        if blind:
-            settle_without_shared_disk(args, f"{folder} on {host}", blind)
-    return folder, lock
-
-
-def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:
-    """Return the hosts that do not see rank 0's output folder. All ranks call it."""
-    # A new name: a host may have a folder of this name, of an earlier run.
-    mark = folder / f"{atomic.PARTIAL}{secrets.token_hex(4)}-shared"
-    if ctx.is_main:
-        mark.touch()
-    # The file exists before another host looks for it: NFS remembers for half a minute that a file
-    # was missing.
-    mark = folder / ctx.broadcast_from_rank0(mark.name)
-    deadline = time.monotonic() + 10  # NFS shows a new file with a delay
-    # Listing the folder makes NFS read it again; looking up a single file does not.
-    while not (sees := folder.is_dir() and mark.name in os.listdir(folder)):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    blind = {*ctx.all_gather("" if sees else platform.node())} - {""}
-    if ctx.is_main:
-        mark.unlink(missing_ok=True)
-    return sorted(blind)
-
-
-def settle_without_shared_disk(args: Arguments, place: str, blind: list[str]) -> None:
-    """Refuse a run that writes checkpoints, because each rank writes its part of one.
-
-    At the start, so that the run does not fail hours later at its first save. Without checkpoints
-    only rank 0 writes.
-
-    Args:
-        place: the output folder and its host.
-        blind: the hosts that do not share it.
-    """
-    hosts = f"{', '.join(blind)} {'do' if len(blind) > 1 else 'does'} not share"
-    saving = "save_every", "save_epochs", "load_best_at_end"
-    flags = [f"--{flag}" for flag in saving if getattr(args, flag)]
-    if args.resume == "":
-        flags.append("--resume")
-    if flags:
-        raise UserError(
-            f"--output_dir {place}: {hosts} this disk, and every rank writes its part of a "
-            f"checkpoint. Name a folder that all nodes see, or leave out {' '.join(flags)}."
-        )
-    console.warn(
-        f"--output_dir {place}: {hosts} this disk. Results and model are written there, and no "
-        "checkpoint: a stop signal or an error loses the steps."
-    )
-
-
-# ---------------------------------------------------------------------------- content of results
-
-
 def hardware(device: torch.device) -> dict:
     """Describe this rank's machine; the GPU keys are None without a GPU."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "host": platform.node(),
-        "cpu": cpu_fact("model name") or platform.processor() or platform.machine(),
-        "cores": available_cores(),
+        "cpu": tuning.cpu_fact("model name") or platform.processor() or platform.machine(),
+        "cores": tuning.available_cores(),
         "ram_bytes": psutil.virtual_memory().total,
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": gpu.total_memory if gpu else None,
@@ -157,8 +54,8 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         # Before the quoting, which may divide a secret.
         "command": shlex.join(map(redact, [Path(sys.executable).name, *sys.argv])),
         "flags": settings_of(args),
-        "code_digest": code_digest(),
-        "versions": versions(),
+        "code_digest": process.code_digest(),
+        "versions": process.versions(),
         "hardware": hardware(ctx.device),
         "strategy": args.strategy,
         "model": args.model,
@@ -177,18 +74,16 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
     }
 
 
-def as_json(facts: dict) -> str:
-    """Return the text of results.json without secrets; NaN and infinity, not in JSON, are null."""
-    return json.dumps(redact_value(atomic.only_finite(facts)), indent=2) + "\n"
-
-
-def read_results(path: Path) -> dict | None:
-    """Return the results.json of an earlier run; None if there is none or it is damaged."""
-    try:
-        results = atomic.read_json(path)
-        return results if isinstance(results["status"], str) else None
-    except (FileNotFoundError, ValueError, TypeError, LookupError):
-        return None
+def progress(state: TrainState) -> dict:
+    """Return the counters of a run."""
+    return {
+        "steps": state.step,
+        "samples": state.samples,
+        "tokens": state.tokens,
+        "training_seconds": state.training_seconds,
+        "train_loss_first": state.first_loss,
+        "train_loss_last": state.last_loss,
+    }
 
 
 def measured(
@@ -247,69 +142,3 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter
         )
     estimate = fit.estimate_of(args, ctx, spec)
     return found | {"predicted_bytes": estimate and estimate.sizes()}
-
-
-# ----------------------------------------------------------------------------------- printed lines
-
-
-def say_setup(ctx: DistContext) -> None:
-    """Print the "Distributed Setup" lines, once, if the run has several ranks."""
-    if ctx.world_size > 1:
-        gpu = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "none (CPU)"
-        console.print0(
-            "=== Distributed Setup ===\n"
-            f"Rank: {ctx.rank}/{ctx.world_size}\n"
-            f"Local Rank: {ctx.launch.local_rank}\n"
-            f"World Size: {ctx.world_size}\n"
-            f"Backend: {ctx.backend.upper()}\nGPU: {gpu}\n========================="
-        )
-
-
-def say_settings(args: Arguments, ctx: DistContext) -> None:
-    """Print where the run trains, and the settings that decide how long it takes."""
-    on_gpu, assigned = ctx.device.type == "cuda", os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if not on_gpu and args.device == "auto" and assigned not in ("", "0"):
-        console.warn(f"Slurm assigned GPUs to this node ({assigned}), and none is visible here.")
-    details = f"threads: {torch.get_num_threads()}"
-    if on_gpu:
-        details = torch.cuda.get_device_name(ctx.device)
-    parts = [f"Batch size: {args.batch_size}"]
-    if not args.eval_only:
-        until = [f"Epochs: {args.epochs or 1}"] if args.epochs or not args.max_steps else []
-        until += [f"Steps: {args.max_steps}"] if args.max_steps else []
-        parts = [*until, *parts, f"LR: {args.lr:g}"]
-    if (whole := global_batch(args, ctx.world_size)) > args.batch_size and not args.eval_only:
-        factors = f"{args.batch_size} × {ctx.world_size} ranks"
-        factors += f" × {args.gradient_accumulation_steps} micro-batches"
-        parts.append(f"Global batch: {factors} = {whole}")
-    console.print0(
-        f"Device: {ctx.device} ({details}), Precision: {ctx.precision}\n{', '.join(parts)}"
-    )
-
-
-def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
-    """Print the results at the end of a run, from the content of results.json."""
-    print0, used, on_gpu = console.print0, facts["memory"], ctx.device.type == "cuda"
-    if args.profile_memory or ctx.simulated:
-        from support.report.memory_profile import lines_of
-
-        print0("\n".join(lines_of(used, on_gpu)))
-    if ctx.simulated:
-        print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
-        return
-    print0(RULE)
-    print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
-    names = {"allocated": "resident", "peak": "peak"}
-    if on_gpu:
-        names = {kind: kind for kind in ("allocated", "reserved", "peak")}
-    sizes = [f"{max(used[f'{kind}_bytes']) / GB:.2f} GB {name}" for kind, name in names.items()]
-    print0(f"{'GPU' if on_gpu else 'Process'} Memory: {' | '.join(sizes)}")
-    if facts["samples_per_second"]:
-        mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
-        print0(
-            f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | "
-            f"{facts['tokens_per_second']:,.0f} tokens/sec | "
-            f"{facts['tokens_per_second_per_gpu']:,.0f} tokens/sec/"
-            + (f"GPU | MFU {mfu} " if on_gpu else "process ")
-            + f"(first {facts['warmup_steps_excluded']} of {facts['steps']} steps left out)"
-        )

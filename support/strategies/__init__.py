@@ -11,7 +11,7 @@ The folders have the same parts; an engine leaves out a part that it does not ne
     part             what it offers                         used by, through a method of Strategy
     strategy.py      the subclass of Strategy               table.py
     options.py       options from flags and a user's file   cli.parse, through resolve
-    requirements.py  checks of the machine and releases     report.run, commands.check, through
+    requirements.py  checks of the machine and releases     report.start, commands.check, through
                                                             check_requirements
     memory.py        terms of the memory estimate, without  memory.estimate, through memory_terms
                      PyTorch

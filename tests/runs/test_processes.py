@@ -66,14 +66,13 @@ def test_a_suspension_does_not_end_a_run(tmp_path):
 
 
 def results_of(folder, main=True):
-    """A Run as a rank has it, without a process group."""
-    from support.report.run import Run
+    """A RunFolder as a rank has it, without a process group."""
+    from support.report.run_folder import RunFolder
 
-    ctx = SimpleNamespace(is_main=main, lock=None, shares_output=True)
+    ctx = SimpleNamespace(is_main=main, shares_output=True)
     facts = {"status": "running", "reason": None, "started_at": "2026-01-01T00:00:00+00:00"}
-    results = Run(ctx, folder, facts)
-    if main:
-        results._begin()
+    results = RunFolder(ctx, folder, None, facts, found=None, keeps_found=False)
+    results.begin()
     return results
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.report import step_meter
 from support.report.metrics_file import MetricsFile, read_metrics
 from support.report.peak_flops import peak_flops
-from support.report.run import Run
+from support.report.step_log import StepLog
 from support.report.step_meter import StepMeter
 from support.report.trackers import Tracker, Trackers
 from support.train_state import TrainState
@@ -38,58 +38,60 @@ def clock(monkeypatch):
     return clock
 
 
-def open_run(tmp_path, clock) -> Run:
-    """A run of `STEPS` steps whose tracker takes `LOG` seconds a record, and StepMemory `PAUSE`."""
-    device = SimpleNamespace(type="cpu")
-    ctx = SimpleNamespace(device=device, is_main=True, simulated=False, precision="fp32")
-    ctx.stop = MagicMock()
-    run = Run(ctx, tmp_path, {})
-    run.args = SimpleNamespace(logging_steps=1, streaming=False)
-    run.manager = MagicMock()
-    run.state = TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2)
-    step_memory = MagicMock(slows_down=False)
+def open_log(tmp_path, clock, device="cpu", logging_steps=1) -> StepLog:
+    """The log of `STEPS` steps whose tracker takes `LOG` seconds a record, and StepMemory `PAUSE`."""
+    place = SimpleNamespace(type=device)
+    ctx = SimpleNamespace(device=place, is_main=True, simulated=False, precision="fp32")
+    step_memory, trackers = MagicMock(slows_down=False), MagicMock()
     for name in ("begin", "mark", "after_backward", "end"):
         getattr(step_memory, name).side_effect = lambda *_: clock.work(PAUSE)
-    run.memory = MagicMock(device=torch.device("cpu"))
-    run.meter = StepMeter(run.memory, step_memory, MagicMock(), 0, STEPS)
-    run.file = MetricsFile(tmp_path / "metrics.jsonl")
-    run.trackers = MagicMock()
-    run.trackers.log.side_effect = lambda record: clock.work(LOG)
-    return run
+    trackers.log.side_effect = lambda record: clock.work(LOG)
+    memory = MagicMock(device=torch.device("cpu"))
+    return StepLog(
+        ctx,
+        state=TrainState(total_steps=STEPS, num_sequences=2 * STEPS, global_batch=2),
+        meter=StepMeter(memory, step_memory, MagicMock(), 0, STEPS),
+        file=MetricsFile(tmp_path / "metrics.jsonl"),
+        trackers=trackers,
+        trace=None,
+        at_end=[],
+        logging_steps=logging_steps,
+        streaming=False,
+    )
 
 
-def train(run, clock, steps: int) -> None:
+def train(log, clock, steps: int) -> None:
     for _ in range(steps):
         for phase in PHASES:
             clock.work(COMPUTE / 4)
-            run.meter.mark(phase)
+            log.meter.mark(phase)
             if phase == "backward":
-                run.meter.after_backward()
-        run.state.advance()
-        run.log_step(torch.ones(()), 0.1, None, torch.tensor(16))
+                log.meter.after_backward()
+        log.state.advance()
+        log.log_step(torch.ones(()), 0.1, None, torch.tensor(16))
 
 
 def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     """The last step is the one whose memory is measured; its log is in no step."""
-    run = open_run(tmp_path, clock)
-    run.start_epoch()
-    train(run, clock, 7)
+    log = open_log(tmp_path, clock)
+    log.start_epoch()
+    train(log, clock, 7)
     clock.work(PAUSE)  # a save
-    run.meter.pause()
-    train(run, clock, 2)
-    run.flush()  # a checkpoint asks for them
+    log.meter.pause()
+    train(log, clock, 2)
+    log.flush()  # a checkpoint asks for them
     clock.work(PAUSE)  # an evaluation in the middle of an epoch
-    run.start_epoch()
-    train(run, clock, STEPS - 9)
+    log.start_epoch()
+    train(log, clock, STEPS - 9)
     each = [COMPUTE] + [COMPUTE + LOG] * (STEPS - 1)  # nothing was logged before the first
-    assert [sum(step.values()) for step in run.meter.steps] == pytest.approx(each)
-    speed = run.meter.speed([(2, 16)] * STEPS)
+    assert [sum(step.values()) for step in log.meter.steps] == pytest.approx(each)
+    speed = log.meter.speed([(2, 16)] * STEPS)
     assert speed["warmup_steps_excluded"] == 3
     assert speed["tokens_per_second"] == pytest.approx(16 / (COMPUTE + LOG))
     assert speed["step_seconds"]["median"] == pytest.approx(COMPUTE + LOG)
     assert sum(speed["step_phases_seconds"].values()) == pytest.approx(COMPUTE + LOG)
     assert speed["step_phases_seconds"]["data"] == pytest.approx(COMPUTE / 4 + LOG)
-    assert run.state.training_seconds == pytest.approx(sum(each))
+    assert log.state.training_seconds == pytest.approx(sum(each))
 
 
 class Reads(TorchDispatchMode):
@@ -104,25 +106,23 @@ class Reads(TorchDispatchMode):
 
 def test_numbers_of_the_steps_are_read_together(tmp_path, clock):
     """Ten steps are logged at once, with a norm as PyTorch computes it or as DeepSpeed returns it."""
-    run = open_run(tmp_path, clock)
-    run.args.logging_steps = 10
-    run.ctx.device = SimpleNamespace(type="cuda")  # on a CPU each step is read
-    run.start_epoch()
+    log = open_log(tmp_path, clock, "cuda", logging_steps=10)  # on a CPU each step is read
+    log.start_epoch()
     norms = [torch.tensor(0.1, dtype=torch.float64), torch.tensor([2.0]), 3.0, None]
     with Reads() as reads:
         for step in range(11):
             for phase in PHASES:
-                run.meter.mark(phase)
-            run.state.advance()
+                log.meter.mark(phase)
+            log.state.advance()
             norm = norms[step % len(norms)]
-            run.log_step(torch.tensor(0.1 * step), 0.1, norm, torch.tensor(16.0))
+            log.log_step(torch.tensor(0.1 * step), 0.1, norm, torch.tensor(16.0))
     assert reads.number == 0
-    records, _ = read_metrics(run.file.path)
+    records, _ = read_metrics(log.file.path)
     assert [record["loss"] for record in records] == [
         torch.tensor(0.1 * n).item() for n in range(11)
     ]
     assert [record["grad_norm"] for record in records[:4]] == [0.1, 2.0, 3.0, None]
-    assert run.state.tokens == 11 * 16
+    assert log.state.tokens == 11 * 16
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,14 @@ def test_peak_of_a_device(monkeypatch, name, precision, fp32_in, tflops):
 
 def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
     """A GPU's losses wait for a logged line, and trackers drop a step that comes too late."""
-    run = open_run(tmp_path, clock)
-    run.ctx.device.type, run.args.logging_steps = "cuda", 10
-    run.start_epoch()
-    train(run, clock, steps=4)
-    run.start_evaluation()
-    run.log_evaluation(1.0)
-    train(run, clock, steps=2)
-    run.flush()
-    logged = [call.args[0] for call in run.trackers.log.call_args_list]
+    log = open_log(tmp_path, clock, "cuda", logging_steps=10)
+    log.start_epoch()
+    train(log, clock, steps=4)
+    log.start_evaluation()
+    log.log_evaluation(1.0)
+    train(log, clock, steps=2)
+    log.flush()
+    logged = [call.args[0] for call in log.trackers.log.call_args_list]
     assert [record["step"] for record in logged] == [1, 2, 3, 4, 4, 5, 6]
     assert "eval_loss" in logged[4]
 

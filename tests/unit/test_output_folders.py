@@ -27,7 +27,7 @@ from support.files.atomic import (
     start_folder,
 )
 from support.report.metrics_file import use_writable_matplotlib_folder
-from support.report.results import hosts_that_do_not_share, settle_without_shared_disk
+from support.report.run_folder import hosts_that_do_not_share, settle_without_shared_disk
 from support.startup import check_model_path
 
 
@@ -111,8 +111,8 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
 
 def test_hosts_that_do_not_share_the_folder_are_found(tmp_path, monkeypatch):
     """Also if they have a folder of the same name, of an earlier run there."""
-    monkeypatch.setattr("support.report.results.time.monotonic", count(step=20).__next__)
-    monkeypatch.setattr("support.report.results.platform.node", lambda: "node1")
+    monkeypatch.setattr("support.report.run_folder.time.monotonic", count(step=20).__next__)
+    monkeypatch.setattr("support.report.run_folder.platform.node", lambda: "node1")
     sent = []
 
     def send(name):

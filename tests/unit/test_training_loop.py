@@ -60,8 +60,9 @@ def one_step(ctx, monkeypatch):
         state = TrainState(total_steps=9, num_sequences=99, global_batch=6, step=step)
         run.manager.stop_requested.return_value = False
         args = parse_arguments(["--max_grad_norm", "0.5", "--lr", "0.1"])
-        train_epoch(objects, [StepBatch(micro_batches, tokens=24)], state, run, args, ctx)
-        norm = run.log_step.call_args.args[2]
+        run.objects, run.state, run.manager.is_due.return_value = objects, state, False
+        train_epoch(run, [StepBatch(micro_batches, tokens=24)], args, ctx)
+        norm = run.log.log_step.call_args.args[2]
         return model.weight.detach(), gradients, norm, seeds[-3:]
 
     return run

@@ -1,0 +1,187 @@
+"""The end of a run, in the order in which the script calls these functions."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from support import console
+from support.checkpoints.manager import CheckpointManager
+from support.cli.arguments import Arguments
+from support.cluster.context import DistContext
+from support.errors import Preempted
+from support.model import export, push
+from support.report import results
+from support.report.run_folder import RESULTS, RunFolder
+from support.report.start import Run
+from support.train_state import TrainState
+from support.units import GB, perplexity_of
+
+
+def find_target(args: Arguments, ctx: DistContext, folder: RunFolder) -> export.Target:
+    """Return where the trained model goes: a folder, and with --push_to_hub a new repository.
+
+    Before the training, so that a missing permission does not fail the run after it.
+    """
+    target = export.target_of(args, folder.path, folder.found)
+    if not args.push_to_hub:
+        return target
+    return target._replace(repository=push.open_repository(args, folder.path, ctx))
+
+
+def stop(run: Run) -> NoReturn:
+    """Save a checkpoint and end the run, because a rank received a stop signal.
+
+    Raises:
+        Preempted: the checkpoint is complete.
+        TrainingError: this run saves no checkpoints, or the checkpoint cannot be written.
+    """
+    state = run.state
+    run.log.flush()
+    run.manager.save_before_stop(state)
+    run.folder.record(**results.progress(state))
+    run.folder.end("preempted", "stopped by a signal; a checkpoint was saved")
+    console.print0(
+        f"⏸️  Stopped by a signal after step {state.step} of {state.total_steps}: "
+        "resume with --resume"
+    )
+    run.log.close()
+    raise Preempted(run.manager.model)
+
+
+def end_training(ctx: DistContext, run: Run) -> None:
+    """Record the memory and the data that the training has used; no step is expected any more."""
+    run.meter.memory.note("trained")
+    ctx.monitor.training_ends()
+    if run.manager.stream is not None:
+        run.folder.record(dataset=run.manager.stream.summary())
+
+
+def load_best(run: Run, load_best_at_end: bool) -> None:
+    """If requested, load the weights of the best evaluation."""
+    if load_best_at_end and run.state.best:
+        run.manager.load_best(run.state.best["step"], run.state.step)
+    elif load_best_at_end:
+        console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
+
+
+def summarize(args: Arguments, ctx: DistContext, run: Run, eval_loss: float | None) -> None:
+    """Record and print the results of the training.
+
+    Args:
+        eval_loss: of the last evaluation; None if there was none.
+    """
+    run.log.flush()
+    state, spec = run.state, run.manager.spec
+    best = state.best or {}
+    run.folder.record(
+        checkpoint_seconds=run.manager.seconds,
+        **results.progress(state),
+        eval_loss=eval_loss,
+        perplexity=None if eval_loss is None else perplexity_of(eval_loss),
+        best_eval_loss=best.get("loss"),
+        best_step=best.get("step"),
+        stopped_early=state.patience if state.stopped_early else None,
+        **results.measured(args, ctx, spec, run.meter, run.log.work),
+    )
+    say_results(ctx, run.folder.facts, args)
+
+
+def restore_results(
+    folder: RunFolder, manager: CheckpointManager, state: TrainState, load_best_at_end: bool
+) -> None:
+    """Take over the results of a run that was already complete, if requested its best weights."""
+    console.print0("✅ The run was already complete.")
+    folder.record(**(folder.earlier or {}))
+    if load_best_at_end and folder.facts.get("best_step"):
+        manager.load_best(folder.facts["best_step"], state.step)
+
+
+def publish(
+    args: Arguments,
+    folder: RunFolder,
+    target: export.Target,
+    trained: export.TrainedModel,
+    casting: torch.autocast,
+) -> None:
+    """Export the model, generate a sample, push: what the flags request and is missing.
+
+    Raises:
+        TrainingError: one of them failed; the message says where the trained weights are.
+    """
+    exported = export_if_missing(args, folder, target, trained)
+    if args.generate:
+        folder.record(sample=generate_sample(args, folder, trained, casting))
+    if exported and args.push_to_hub:
+        folder.record(push=push.push(target.repository, exported, trained.ctx))
+    trained.ctx.stop.ignore()  # the run is complete
+    folder.end("completed")
+
+
+def export_if_missing(
+    args: Arguments, folder: RunFolder, target: export.Target, trained: export.TrainedModel
+) -> Path | None:
+    """Export the trained model, unless the flags exclude it or a complete run has exported it.
+
+    Returns:
+        The folder with the exported model; None if the flags exclude it.
+    """
+    if args.no_export or args.eval_only:
+        return None
+    is_exported = folder.was_complete and not args.export_hf and target.folder.exists()
+    if trained.ctx.broadcast_from_rank0(is_exported):
+        return target.folder
+    entry = export.export_model(trained, target, args, folder.facts)
+    folder.record(export=entry)
+    return Path(entry["folder"])
+
+
+def generate_sample(
+    args: Arguments, folder: RunFolder, trained: export.TrainedModel, casting: torch.autocast
+) -> str:
+    """Print and return the continuation of the prompt of --generate."""
+    from support.data.chat import prompt_for
+    from support.model.generate import generate
+
+    spec = trained.spec
+    prompt = prompt_for(args, spec.tokenizer, folder.facts.get("dataset") or {})
+    return generate(trained.objects.model, casting, spec, prompt, args.seed, trained.ctx)
+
+
+def say_files(ctx: DistContext, folder: RunFolder) -> None:
+    """Print where the results are, and the command that shows them."""
+    console.print0(f"📁 {folder.path / RESULTS}")
+    if not ctx.simulated:
+        page = f"python scripts/report.py {shlex.quote(str(folder.path))}"
+        console.print0(f"📊 A page with its curves: {page}")
+
+
+def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
+    """Print the results at the end of a run, from the content of results.json."""
+    print0, used, on_gpu = console.print0, facts["memory"], ctx.device.type == "cuda"
+    if args.profile_memory or ctx.simulated:
+        from support.report.memory_profile import lines_of
+
+        print0("\n".join(lines_of(used, on_gpu)))
+    if ctx.simulated:
+        print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
+        return
+    print0(console.RULE)
+    print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    names = {"allocated": "resident", "peak": "peak"}
+    if on_gpu:
+        names = {kind: kind for kind in ("allocated", "reserved", "peak")}
+    sizes = [f"{max(used[f'{kind}_bytes']) / GB:.2f} GB {name}" for kind, name in names.items()]
+    print0(f"{'GPU' if on_gpu else 'Process'} Memory: {' | '.join(sizes)}")
+    if facts["samples_per_second"]:
+        mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"
+        print0(
+            f"Throughput: {facts['samples_per_second']:,.1f} samples/sec | "
+            f"{facts['tokens_per_second']:,.0f} tokens/sec | "
+            f"{facts['tokens_per_second_per_gpu']:,.0f} tokens/sec/"
+            + (f"GPU | MFU {mfu} " if on_gpu else "process ")
+            + f"(first {facts['warmup_steps_excluded']} of {facts['steps']} steps left out)"
+        )

@@ -1,0 +1,124 @@
+"""What a run reports before its training: lines about model and data, facts, memory by phase."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from support import console
+from support.cli.arguments import Arguments, global_batch
+from support.cluster.context import DistContext
+from support.data.opening import Datasets
+from support.memory import fit
+from support.memory.measure import MemoryByPhase
+from support.model.resolve import ModelSpec
+from support.report.profiling import record_memory
+from support.report.run_folder import RunFolder
+from support.units import human_count
+
+
+@dataclass(frozen=True)
+class StartLog:
+    """Reports how a run gets ready: on the console, in results.json, and the memory it needs."""
+
+    ctx: DistContext
+    folder: RunFolder
+    memory: MemoryByPhase  # after each phase of the run
+    at_end: list[Callable[[], object]]  # write the files of other tools at the end of the run
+
+    @classmethod
+    def open(cls, args: Arguments, ctx: DistContext, folder: RunFolder) -> StartLog:
+        """Start to record memory; reports of hangs and of memory that ran out use it."""
+        memory = MemoryByPhase(ctx.device)
+        at_end: list[Callable[[], object]] = []
+        ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
+        ctx.monitor.explain_memory_with(memory.describe)
+        if args.memory_snapshot:
+            at_end.append(record_memory(args.memory_snapshot, ctx))
+        return cls(ctx, folder, memory, at_end)
+
+    def model_found(self, args: Arguments, spec: ModelSpec) -> None:
+        """Print what is trained, and prepare the advice for a run whose memory runs out."""
+        self.ctx.monitor.advise_with(partial(fit.ways_to_fit, args, self.ctx, spec))
+        verb = "Evaluating" if args.eval_only else "Fine-tuning"
+        verb = "Simulating the memory of" if self.ctx.simulated else verb
+        base = spec.parameters - (spec.trainable if spec.lora else 0)
+        console.print0(
+            f"{console.RULE}\n"
+            f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
+            f"📋 Strategy: {args.strategy.upper()}"
+        )
+        say_settings(args, self.ctx)
+        console.print0(console.RULE)
+
+    def dataset_ready(self, datasets: Datasets, eval_only: bool, streaming: bool) -> None:
+        """Print and record the size of the data."""
+        self.folder.record(dataset=datasets.facts)
+        count = "a stream" if streaming else f"{datasets.train.num_sequences:,} samples"
+        if eval_only:
+            blocks = datasets.facts["validation"].get("blocks", 0)
+            count = f"{blocks:,} validation samples"
+        ready = count if datasets.train.num_sequences else "validation data only"
+        console.print0(f"✅ Dataset ready: {ready}")
+
+    def model_loaded(self, args: Arguments, spec: ModelSpec) -> None:
+        """Print and record the size of the model."""
+        self.memory.note("model_loaded")
+        if args.generate:  # fails on an unusable prompt before the training
+            from support.data.chat import prompt_for
+
+            prompt_for(args, spec.tokenizer, self.folder.facts["dataset"])
+        whole = spec.parameters
+        console.print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
+        if spec.lora:
+            say_adapters(spec, exports_adapters=not (args.merge_lora or args.no_export))
+        self.folder.record(
+            parameters=whole, trainable_parameters=spec.trainable, seq_length=args.seq_length
+        )
+
+
+def say_adapters(spec: ModelSpec, exports_adapters: bool) -> None:
+    """Print what LoRA trains, and notices about random weights that it does not train.
+
+    Args:
+        exports_adapters: the adapters are exported, without the frozen weights.
+    """
+    trained = f"{spec.trainable:,} of {spec.parameters:,} parameters are trained"
+    console.print0(f"🔧 LoRA: {trained} ({spec.trainable / spec.parameters:.2%})")
+    rows = f"The {spec.new_rows} new rows of the embedding" if spec.new_rows else ""
+    if rows:
+        console.warn(
+            f"{rows} are random, and LoRA freezes them: the new tokens are not learned. "
+            "A run without --lora_r trains all weights."
+        )
+    if spec.random and exports_adapters:
+        console.warn(
+            f"{rows or 'The frozen weights'} are random, and the adapters, which do not "
+            "contain them, cannot be used without them: --merge_lora exports both."
+        )
+
+
+def say_settings(args: Arguments, ctx: DistContext) -> None:
+    """Print where the run trains, and the settings that decide how long it takes."""
+    on_gpu, assigned = ctx.device.type == "cuda", os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if not on_gpu and args.device == "auto" and assigned not in ("", "0"):
+        console.warn(f"Slurm assigned GPUs to this node ({assigned}), and none is visible here.")
+    details = f"threads: {torch.get_num_threads()}"
+    if on_gpu:
+        details = torch.cuda.get_device_name(ctx.device)
+    parts = [f"Batch size: {args.batch_size}"]
+    if not args.eval_only:
+        until = [f"Epochs: {args.epochs or 1}"] if args.epochs or not args.max_steps else []
+        until += [f"Steps: {args.max_steps}"] if args.max_steps else []
+        parts = [*until, *parts, f"LR: {args.lr:g}"]
+    if (whole := global_batch(args, ctx.world_size)) > args.batch_size and not args.eval_only:
+        factors = f"{args.batch_size} × {ctx.world_size} ranks"
+        factors += f" × {args.gradient_accumulation_steps} micro-batches"
+        parts.append(f"Global batch: {factors} = {whole}")
+    console.print0(
+        f"Device: {ctx.device} ({details}), Precision: {ctx.precision}\n{', '.join(parts)}"
+    )
