@@ -55,7 +55,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints.manager import CheckpointManager
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 from support.cluster import process_group
 from support.cluster.context import DistContext
 from support.cluster.failures import FailureMonitor
@@ -69,16 +69,16 @@ from support.strategies.fsdp import shards
 from support.strategies.objects import TrainingObjects
 
 
-def main(args: Arguments, launch: startup.Launch) -> None:
+def main(settings: Settings, launch: startup.Launch) -> None:
     """Run setup_distributed() and train() on this rank; then destroy the process group.
 
     If a rank fails, all ranks end, and the first error is reported.
     """
-    startup.run_on_all_ranks(setup_distributed, train, args, launch)
+    startup.run_on_all_ranks(setup_distributed, train, settings, launch)
 
 
 def setup_distributed(
-    args: Arguments, launch: startup.Launch, monitor: FailureMonitor
+    settings: Settings, launch: startup.Launch, monitor: FailureMonitor
 ) -> DistContext:
     """Choose the device, wait for all ranks, and initialize the process group.
 
@@ -96,29 +96,35 @@ def setup_distributed(
             differ from those of rank 0.
         UserError: a rank has no GPU of its own, or the ranks have devices of different types.
     """
-    device = process_group.device_of_rank(launch, may_fail=args.check)  # cuda:<local rank>, or cpu
+    device = process_group.device_of_rank(
+        launch, may_fail=settings.command.check
+    )  # cuda:<local rank>, or cpu
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # NCCL for GPUs, gloo for CPU processes; in a simulation of ranks, collectives return at once.
-    backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
+    backend = (
+        "fake" if settings.debug.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
+    )
     # Key-value stores that all ranks share: for our own messages, and for the process group.
-    store, group_store = process_group.meet_ranks(args, launch, device, backend)
+    store, group_store = process_group.meet_ranks(settings, launch, device, backend)
     ctx = DistContext(launch, device, backend, monitor, store)
-    process_group.watch_ranks(ctx, args.hang_seconds)  # from here on a failure ends all ranks
-    options = process_group.group_options(args, ctx)  # backend=, and what the strategy needs
+    process_group.watch_ranks(
+        ctx, settings.cluster.hang_seconds
+    )  # from here on a failure ends all ranks
+    options = process_group.group_options(settings, ctx)  # backend=, and what the strategy needs
     dist.init_process_group(
         store=group_store,
         rank=ctx.rank,
         world_size=ctx.world_size,
-        timeout=timedelta(seconds=args.ddp_timeout),
+        timeout=timedelta(seconds=settings.cluster.ddp_timeout),
         **options,
     )
     process_group.compare_software(ctx)
-    process_group.configure_torch(args, ctx)  # TF32, --deterministic, --compile
+    process_group.configure_torch(settings, ctx)  # TF32, --deterministic, --compile
     return ctx
 
 
-def train(args: Arguments, ctx: DistContext) -> nn.Module:
+def train(settings: Settings, ctx: DistContext) -> nn.Module:
     """Build, resume, train, evaluate, export and report.
 
     Returns:
@@ -128,49 +134,55 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         TrainingError: the run failed.
         Preempted: a rank received a stop signal; a complete checkpoint was saved.
     """
-    folder = start.open_folder(args, ctx)  # creates and locks <output_dir>, writes results.json
-    start.check_machine(args, ctx)  # for what the strategy and --compile need
-    target = finish.find_target(args, ctx, folder)  # where the trained model goes
-    log = StartLog.open(args, ctx, folder)  # prints and records how the run gets ready
-    checkpoint = CheckpointManager.find(args, ctx, folder.path)  # None without --resume
-    spec = resolve.find_model(args, ctx)  # configuration and tokenizer; the weights come later
-    args = args.replace(seq_length=spec.seq_length(args))
-    log.model_found(args, spec)
+    folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
+    start.check_machine(settings, ctx)  # for what the strategy and --compile need
+    target = finish.find_target(settings, ctx, folder)  # where the trained model goes
+    log = StartLog.open(settings, ctx, folder)  # prints and records how the run gets ready
+    checkpoint = CheckpointManager.find(settings, ctx, folder.path)  # None without --resume
+    spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
+    settings = settings.replace(seq_length=spec.seq_length(settings))
+    log.model_found(settings, spec)
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
-    datasets = prepare_dataset(args, ctx, spec)
-    log.dataset_ready(datasets, args.eval_only, args.streaming)
-    objects = build(args, ctx, spec, log)
+    datasets = prepare_dataset(settings, ctx, spec)
+    log.dataset_ready(datasets, settings.training.eval_only, settings.data.streaming)
+    objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
 
-    manager = CheckpointManager(args, ctx, folder.path / "checkpoints", objects, spec, datasets)
+    manager = CheckpointManager(settings, ctx, folder.path / "checkpoints", objects, spec, datasets)
     # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
-    state = batches.train_state(counters, datasets.train, args, ctx.world_size)
+    state = batches.train_state(counters, datasets.train, settings, ctx.world_size)
     if folder.was_complete_at(state):  # --resume of a completed run
-        finish.restore_results(folder, manager, state, args.load_best_at_end)
-        finish.publish(args, folder, target, manager.trained_model(None), autocast(objects, ctx))
+        finish.restore_results(folder, manager, state, settings.training.load_best_at_end)
+        finish.publish(
+            settings, folder, target, manager.trained_model(None), autocast(objects, ctx)
+        )
         return objects.model
 
-    run = start.open_run(args, ctx, log, manager, state)  # with the log and the meter of the steps
+    run = start.open_run(
+        settings, ctx, log, manager, state
+    )  # with the log and the meter of the steps
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
-    start.keep_freed_memory(args, ctx, spec)  # on a CPU
-    start.watch_steps(args, ctx, run)  # from here on a step that hangs is reported
-    eval_loss = train_and_evaluate(run, datasets, args, ctx)
+    start.keep_freed_memory(settings, ctx, spec)  # on a CPU
+    start.watch_steps(settings, ctx, run)  # from here on a step that hangs is reported
+    eval_loss = train_and_evaluate(run, datasets, settings, ctx)
 
     finish.end_training(ctx, run)
-    finish.load_best(run, args.load_best_at_end)
-    finish.summarize(args, ctx, run, eval_loss)  # speed, memory, losses
+    finish.load_best(run, settings.training.load_best_at_end)
+    finish.summarize(settings, ctx, run, eval_loss)  # speed, memory, losses
     # Rank 0 gathers one parameter after the other, for <output_dir>/hf. --generate needs autocast.
-    finish.publish(args, folder, target, manager.trained_model(state), autocast(objects, ctx))
+    finish.publish(settings, folder, target, manager.trained_model(state), autocast(objects, ctx))
     run.log.close()
     finish.say_files(ctx, folder)
     return objects.model
 
 
-def prepare_dataset(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec) -> opening.Datasets:
+def prepare_dataset(
+    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
+) -> opening.Datasets:
     """Tokenize the text, and cut it into sequences of --seq_length tokens.
 
     One rank of each node tokenizes, unless the tokens are in the cache; all ranks memory-map the
@@ -179,50 +191,50 @@ def prepare_dataset(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec) 
     Returns:
         The training and the validation sequences, and facts for results.json.
     """
-    if args.streaming:  # reads and tokenizes while training
-        datasets = opening.open_stream(args, ctx, spec.tokenizer)
+    if settings.data.streaming:  # reads and tokenizes while training
+        datasets = opening.open_stream(settings, ctx, spec.tokenizer)
     else:
-        datasets = opening.open_tokenized(args, ctx, spec.tokenizer)
-    opening.check_validation(datasets.validation, args)
+        datasets = opening.open_tokenized(settings, ctx, spec.tokenizer)
+    opening.check_validation(datasets.validation, settings)
     return datasets
 
 
 def build(
-    args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
+    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
-    strategy = args.configured_strategy  # the row of --strategy, with its options
-    if args.eval_only and strategy.whole_parameters:  # every rank holds all of P
-        return load_for_evaluation(args, ctx, spec, log)
+    strategy = settings.parallelism.configured  # the row of --strategy, with its options
+    if settings.training.eval_only and strategy.whole_parameters:  # every rank holds all of P
+        return load_for_evaluation(settings, ctx, spec, log)
     builders: dict[str, Callable[..., TrainingObjects]] = {
         "ddp": build_ddp,
         "fsdp": build_fsdp,
         "deepspeed": build_deepspeed,
     }
-    return builders[strategy.engine](strategy, args, ctx, spec, log)
+    return builders[strategy.engine](strategy, settings, ctx, spec, log)
 
 
 def train_and_evaluate(
-    run: start.Run, datasets: opening.Datasets, args: Arguments, ctx: DistContext
+    run: start.Run, datasets: opening.Datasets, settings: Settings, ctx: DistContext
 ) -> float | None:
     """Evaluate if it is due, end if all steps are done, train until the next evaluation; repeat.
 
     Returns:
         The loss of the last evaluation, or None if there was none.
     """
-    start.say_training(ctx, run, args.eval_only)
+    start.say_training(ctx, run, settings.training.eval_only)
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
     is_deepspeed = run.objects.strategy.engine == "deepspeed"
     train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
-    due = args.eval_first if state.step == 0 else state.evaluation_is_due
-    due = due or args.eval_only
+    due = settings.training.eval_first if state.step == 0 else state.evaluation_is_due
+    due = due or settings.training.eval_only
     eval_loss = None
     while True:
         if due and datasets.validation.num_sequences:
             run.log.start_evaluation()
-            eval_loss = evaluate(run.objects, datasets.validation, args, ctx)
+            eval_loss = evaluate(run.objects, datasets.validation, settings, ctx)
             if eval_loss is None:  # a rank received a stop signal
                 finish.stop(run)  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
@@ -232,14 +244,14 @@ def train_and_evaluate(
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        step_batches = rest_of_epoch(datasets.train, state.epoch, state.position, args, ctx)
-        train_epoch(run, step_batches, args, ctx)
+        step_batches = rest_of_epoch(datasets.train, state.epoch, state.position, settings, ctx)
+        train_epoch(run, step_batches, settings, ctx)
         due = state.evaluation_is_due
 
 
 # ========================================================================= the two training loops
 def train_epoch_ddp(
-    run: start.Run, step_batches: Iterable[batches.StepBatch], args: Arguments, ctx: DistContext
+    run: start.Run, step_batches: Iterable[batches.StepBatch], settings: Settings, ctx: DistContext
 ) -> None:
     """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
@@ -247,7 +259,7 @@ def train_epoch_ddp(
     model.train()
     run.log.start_epoch()
     for step_batch in step_batches:  # this rank's share of each global batch
-        lr = learning_rate(state.step, state.total_steps, args)
+        lr = learning_rate(state.step, state.total_steps, settings)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
@@ -255,7 +267,7 @@ def train_epoch_ddp(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            batches.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(settings.training.seed, state.step, micro_step, ctx.rank)
             set_gradient_sync(model, is_last)  # the ranks reduce the gradients once per step
             with autocast(objects, ctx):
                 # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
@@ -271,8 +283,10 @@ def train_epoch_ddp(
         ctx.stop.defer(run.manager.may_save)  # from now on a stop signal waits for the step
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
         grad_norm = gradients.gradient_norm(model)  # of the whole gradient: FSDP's shards are added
-        if args.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
+        if settings.training.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(
+                model.parameters(), settings.training.max_grad_norm, grad_norm
+            )
         # A non-finite loss (or norm, except in fp16) disables all further updates; log_step raises.
         gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx.simulated)
         scaler.step(optimizer)  # the update; in fp16 all ranks skip it if a gradient overflowed
@@ -288,7 +302,7 @@ def train_epoch_ddp(
 
 
 def train_epoch_deepspeed(
-    run: start.Run, step_batches: Iterable[batches.StepBatch], args: Arguments, ctx: DistContext
+    run: start.Run, step_batches: Iterable[batches.StepBatch], settings: Settings, ctx: DistContext
 ) -> None:
     """Train with DeepSpeed's engine until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
@@ -296,7 +310,7 @@ def train_epoch_deepspeed(
     engine.train()
     run.log.start_epoch()
     for step_batch in step_batches:
-        lr = learning_rate(state.step, state.total_steps, args)
+        lr = learning_rate(state.step, state.total_steps, settings)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
@@ -304,7 +318,7 @@ def train_epoch_deepspeed(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            batches.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(settings.training.seed, state.step, micro_step, ctx.rank)
             # zero1 reduces the gradients in the last micro-batch only, the others in every one.
             # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
@@ -333,20 +347,22 @@ def train_epoch_deepspeed(
 
 
 # ================================================================================ parts of a step
-def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
+def learning_rate(step: int, total_steps: int, settings: Settings) -> float:
     """Return the learning rate of a step: linear warm-up to --lr, then the decay of --lr_scheduler.
 
     `step` counts from 0. "linear" and "cosine" reach 0 at the step `total_steps`.
     """
-    warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    warmup_steps = settings.training.warmup_steps or math.ceil(
+        settings.training.warmup_ratio * total_steps
+    )
     if step < warmup_steps:
-        return args.lr * (step + 1) / (warmup_steps + 1)
+        return settings.training.lr * (step + 1) / (warmup_steps + 1)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if args.lr_scheduler == "linear":
-        return args.lr * (1 - progress)
-    if args.lr_scheduler == "cosine":
-        return args.lr * (0.5 * (1 + math.cos(math.pi * progress)))
-    return args.lr  # constant
+    if settings.training.lr_scheduler == "linear":
+        return settings.training.lr * (1 - progress)
+    if settings.training.lr_scheduler == "cosine":
+        return settings.training.lr * (0.5 * (1 + math.cos(math.pi * progress)))
+    return settings.training.lr  # constant
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
@@ -356,17 +372,17 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def rest_of_epoch(
-    train_data: Any, epoch: int, position: int, args: Arguments, ctx: DistContext
+    train_data: Any, epoch: int, position: int, settings: Settings, ctx: DistContext
 ) -> Iterable[batches.StepBatch]:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
     Their order depends on the seed and the epoch only.
     """
-    if args.streaming:
+    if settings.data.streaming:
         return train_data.step_batches(ctx.device)
-    order = train_data.epoch_order(args.seed, epoch)[position:]
-    accumulation = args.gradient_accumulation_steps
-    shares = split_over_ranks(train_data, order, args.batch_size, accumulation, ctx)
+    order = train_data.epoch_order(settings.training.seed, epoch)[position:]
+    accumulation = settings.training.gradient_accumulation_steps
+    shares = split_over_ranks(train_data, order, settings.training.batch_size, accumulation, ctx)
     return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
 
 
@@ -474,7 +490,7 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
 # ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(
-    objects: TrainingObjects, validation: opening.Sequences, args: Arguments, ctx: DistContext
+    objects: TrainingObjects, validation: opening.Sequences, settings: Settings, ctx: DistContext
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
@@ -485,9 +501,11 @@ def evaluate(
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
-    validation = validation.take(args.eval_samples or args.num_samples or validation.num_sequences)
+    validation = validation.take(
+        settings.training.eval_samples or settings.data.num_samples or validation.num_sequences
+    )
     order = np.arange(validation.num_sequences)
-    batch_size = args.eval_batch_size or args.batch_size
+    batch_size = settings.training.eval_batch_size or settings.training.batch_size
     steps = batches.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
     count = batches.steps_of(len(order), batch_size * ctx.world_size)
     for number, step_batch in enumerate(batches.with_bar(steps, "Evaluation", count)):
@@ -504,12 +522,16 @@ def evaluate(
 
 # ============================================ strategies: load, shard or wrap, create the optimizer
 def build_ddp(
-    strategy: table.DDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
+    strategy: table.DDP,
+    settings: Settings,
+    ctx: DistContext,
+    spec: resolve.ModelSpec,
+    log: StartLog,
 ) -> TrainingObjects:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model = spec.load(ctx)
-    resolve.prepare_forward(model, args, spec)
-    log.model_loaded(args, spec)
+    resolve.prepare_forward(model, settings, spec)
+    log.model_loaded(settings, spec)
     resolve.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
@@ -522,13 +544,17 @@ def build_ddp(
         )
         if ctx.simulated:
             process_group.replace_all_reduce(model)
-    optimizer = create_optimizer(parameter_groups(model, args), args)
+    optimizer = create_optimizer(parameter_groups(model, settings), settings)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
 
 def build_fsdp(
-    strategy: table.FSDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
+    strategy: table.FSDP,
+    settings: Settings,
+    ctx: DistContext,
+    spec: resolve.ModelSpec,
+    log: StartLog,
 ) -> TrainingObjects:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
@@ -559,10 +585,10 @@ def build_fsdp(
     model.to_empty(device="cpu" if options.offload else ctx.device)
     shards.fill_from_rank0(model, full_model, ctx.device)  # also buffers
     del full_model
-    resolve.prepare_forward(model, args, spec)
-    log.model_loaded(args, spec)
+    resolve.prepare_forward(model, settings, spec)
+    log.model_loaded(settings, spec)
     # The optimizer states are sharded because the parameters are.
-    optimizer = create_optimizer(parameter_groups(model, args), args)
+    optimizer = create_optimizer(parameter_groups(model, settings), settings)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
@@ -570,7 +596,7 @@ def build_fsdp(
 
 def build_deepspeed(
     strategy: table.DeepSpeed,
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
     spec: resolve.ModelSpec,
     log: StartLog,
@@ -589,28 +615,30 @@ def build_deepspeed(
     """
     import deepspeed
 
-    strategy = prepare_deepspeed(strategy, args, ctx, spec)
+    strategy = prepare_deepspeed(strategy, settings, ctx, spec)
     if ctx.is_main:
         setup.write_config(strategy, log.folder.path)  # <output_dir>/ds_config.json
     if strategy.stage == 3:  # also infinity
-        model = partition_with_zero3(strategy, args, ctx, spec)
+        model = partition_with_zero3(strategy, settings, ctx, spec)
     else:
         model = spec.load(ctx)
-    resolve.prepare_forward(model, args, spec)
-    log.model_loaded(args, spec)
-    own_optimizer = args.optim != "adamw" and not args.eval_only
-    with setup.quiet(args.verbose):  # moves the model to the device, and wraps the optimizer
+    resolve.prepare_forward(model, settings, spec)
+    log.model_loaded(settings, spec)
+    own_optimizer = settings.training.optim != "adamw" and not settings.training.eval_only
+    with setup.quiet(
+        settings.debug.verbose
+    ):  # moves the model to the device, and wraps the optimizer
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
-            model_parameters=parameter_groups(model, args),
-            optimizer=partial(create_optimizer, args=args) if own_optimizer else None,
+            model_parameters=parameter_groups(model, settings),
+            optimizer=partial(create_optimizer, settings=settings) if own_optimizer else None,
         )
     return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
 
 
 def prepare_deepspeed(
-    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec
+    strategy: table.DeepSpeed, settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
 ) -> table.DeepSpeed:
     """Create the NVMe folder, compile DeepSpeed's ops, fill in each "auto" of the configuration."""
     import deepspeed
@@ -618,12 +646,14 @@ def prepare_deepspeed(
     nvme_folder = None
     if strategy.needs_nvme:
         sizes = (spec.parameters, ctx.ranks_per_node, ctx.world_size)  # for the space it needs
-        make = partial(setup.make_nvme_folder, args.nvme_path, *sizes)
+        make = partial(setup.make_nvme_folder, settings.parallelism.nvme_path, *sizes)
         nvme_folder = ctx.once_per_node("nvme folder", make)
     # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
-    ctx.once_per_node("ops", partial(setup.build_ops, strategy, args.quiet, args.verbose))
+    ctx.once_per_node(
+        "ops", partial(setup.build_ops, strategy, settings.output.quiet, settings.debug.verbose)
+    )
     setup.patch_deepspeed(strategy, ctx.device.type)  # loads these ops; avoids waits for a GPU
-    with setup.quiet(args.verbose):
+    with setup.quiet(settings.debug.verbose):
         deepspeed.init_distributed(dist_backend=ctx.backend)  # uses the existing process group
     model_sizes = setup.ModelSizes(  # the buckets hold a transformer block
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
@@ -632,7 +662,7 @@ def prepare_deepspeed(
 
 
 def partition_with_zero3(
-    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec
+    strategy: table.DeepSpeed, settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
 ) -> nn.Module:
     """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
@@ -644,7 +674,7 @@ def partition_with_zero3(
     model = spec.load(ctx, dtype="auto")
     # Not `with zero.Init()`, which would skip transformers' own initialization of new weights.
     one_by_one = setup.OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
-    with setup.quiet(args.verbose):
+    with setup.quiet(settings.debug.verbose):
         deepspeed.zero.Init(module=one_by_one, config_dict_or_path=strategy.config)
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(ctx.device)
@@ -652,46 +682,54 @@ def partition_with_zero3(
 
 
 def load_for_evaluation(
-    args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
+    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
     model = spec.load(ctx)
-    resolve.prepare_forward(model, args, spec)
-    log.model_loaded(args, spec)
+    resolve.prepare_forward(model, settings, spec)
+    log.model_loaded(settings, spec)
     model.to(ctx.device)
     return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)
 
 
 # -------------------------------------------------------------------- the same for all strategies
-def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
+def parameter_groups(model: nn.Module, settings: Settings) -> list[dict]:
     """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # A parameter that ZeRO-3 has partitioned has the shape [0]; its full shape is in ds_shape.
     is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in trained}
     groups = [
-        {"params": [p for p in trained if is_matrix[p]], "weight_decay": args.weight_decay},
+        {
+            "params": [p for p in trained if is_matrix[p]],
+            "weight_decay": settings.training.weight_decay,
+        },
         {"params": [p for p in trained if not is_matrix[p]], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
 
-def create_optimizer(groups: list[dict], args: Arguments) -> torch.optim.Optimizer:
+def create_optimizer(groups: list[dict], settings: Settings) -> torch.optim.Optimizer:
     """Return the optimizer of --optim."""
-    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    if args.optim == "adamw":
-        return torch.optim.AdamW(groups, lr=args.lr, **adam, fused=True)
-    if args.optim == "sgd":
+    adam = {
+        "betas": (settings.training.adam_beta1, settings.training.adam_beta2),
+        "eps": settings.training.adam_epsilon,
+    }
+    if settings.training.optim == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.training.lr, **adam, fused=True)
+    if settings.training.optim == "sgd":
         # The fused kernel does not support FSDP2's sharded tensors.
         is_sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=args.lr, fused=not is_sharded)
-    if args.optim == "adafactor":
+        return torch.optim.SGD(groups, lr=settings.training.lr, fused=not is_sharded)
+    if settings.training.optim == "adafactor":
         from transformers.optimization import Adafactor
 
         # As Trainer configures it: --lr is the step size, as with the other optimizers.
-        return Adafactor(groups, lr=args.lr, scale_parameter=False, relative_step=False)
+        return Adafactor(
+            groups, lr=settings.training.lr, scale_parameter=False, relative_step=False
+        )
     from bitsandbytes.optim import AdamW8bit
 
-    return AdamW8bit(groups, lr=args.lr, **adam)
+    return AdamW8bit(groups, lr=settings.training.lr, **adam)
 
 
 if __name__ == "__main__":

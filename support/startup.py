@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from support import console, process
 from support.cli import checks
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 from support.cli.parse import parse_arguments
 from support.cluster import launch as launching
 from support.cluster import restart, tuning
@@ -38,7 +38,7 @@ MODEL_FILES = """
     """.split()
 
 
-def start(argv: list[str]) -> tuple[Arguments, Launch]:
+def start(argv: list[str]) -> tuple[Settings, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
@@ -100,18 +100,18 @@ def prepare_for_failures(verbose: bool) -> None:
     sys.excepthook = lambda _kind, error, _traceback: exit_before_start(error, verbose)
 
 
-def refuse_launcher(args: Arguments, launch: Launch) -> None:
+def refuse_launcher(settings: Settings, launch: Launch) -> None:
     """Check that the commands of one process were not started by a launcher."""
     for flag in ("prove", "prefetch"):
-        if getattr(args, flag) and launch.world_size > 1:
+        if getattr(settings, flag) and launch.world_size > 1:
             raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
 
 
-def print_config(args: Arguments) -> NoReturn:
+def print_config(settings: Settings) -> NoReturn:
     """Print the flags as a run file, and exit."""
     from support.cli.run_file import as_yaml
 
-    print(redact(as_yaml(args)), end="")
+    print(redact(as_yaml(settings)), end="")
     process.check_output()
     sys.exit(EXIT_COMPLETED)
 
@@ -124,7 +124,7 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
 
 
 def run_on_all_ranks(
-    setup_distributed: Callable, train: Callable, args: Arguments, launch: Launch
+    setup_distributed: Callable, train: Callable, settings: Settings, launch: Launch
 ) -> NoReturn:
     """Call `setup_distributed(args, launch, monitor)`, then `train(args, ctx)`; end all ranks.
 
@@ -147,18 +147,18 @@ def run_on_all_ranks(
     if process.RESTARTED in os.environ:
         monitor.record_with(restart.record_end)  # until the run opens its folder
     try:
-        ctx = setup_distributed(args, launch, monitor)
+        ctx = setup_distributed(settings, launch, monitor)
     except BaseException as error:
         if monitor.is_watching:
             monitor.end_failed(error)
-        exit_before_start(error, args.verbose)
+        exit_before_start(error, settings.debug.verbose)
     try:
-        args.configured_strategy.check_options(args.verbose)
-        ctx.precision = choose_precision(args.precision, ctx.device)
-        if command := command_of(args):
-            monitor.end_together(None, command(args, ctx))  # does not return
-        configure_transformers(args, ctx)
-        model = train(args, ctx)
+        settings.parallelism.configured.check_options(settings.debug.verbose)
+        ctx.precision = choose_precision(settings.training.precision, ctx.device)
+        if command := command_of(settings):
+            monitor.end_together(None, command(settings, ctx))  # does not return
+        configure_transformers(settings, ctx)
+        model = train(settings, ctx)
     except Preempted as preempted:
         monitor.end_together(preempted.model, EXIT_PREEMPTED)
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
@@ -166,57 +166,57 @@ def run_on_all_ranks(
     monitor.end_together(model, EXIT_COMPLETED)
 
 
-def check_run(args: Arguments) -> None:
+def check_run(settings: Settings) -> None:
     """Check what the run needs: writable folders, an NVMe folder, a checkpoint, packages."""
     # --check may be given with the folders of an existing run. A restarted program has its own.
-    if not args.check and process.RESTARTED not in os.environ:
-        checks.check_output_dir(args)
-        checks.check_export_folder(args)
-    if args.resume and not Path(args.resume).exists():
-        raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
-    checks.check_nvme_path(args)
+    if not settings.command.check and process.RESTARTED not in os.environ:
+        checks.check_output_dir(settings)
+        checks.check_export_folder(settings)
+    if settings.output.resume and not Path(settings.output.resume).exists():
+        raise UserError(f"--resume {settings.output.resume}: there is no such checkpoint.")
+    checks.check_nvme_path(settings)
     packages = {
-        **{f"--report_to {name}": name for name in args.report_to},
-        "--lora_r": "peft" if args.lora_r else None,
-        f"--optim {args.optim}": OPTIMIZERS[args.optim].package,
-        "--load_in_4bit": "bitsandbytes" if args.load_in_4bit else None,
+        **{f"--report_to {name}": name for name in settings.output.report_to},
+        "--lora_r": "peft" if settings.model.lora_r else None,
+        f"--optim {settings.training.optim}": OPTIMIZERS[settings.training.optim].package,
+        "--load_in_4bit": "bitsandbytes" if settings.model.load_in_4bit else None,
     }
     for flag, package in packages.items():
         if package and importlib.util.find_spec(package) is None:
             raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
 
 
-def ask_hub(args: Arguments, launch: Launch) -> Arguments:
+def ask_hub(settings: Settings, launch: Launch) -> Settings:
     """Return the arguments with whether the hub is used; only a run that needs it asks it."""
-    if not (any(checks.names_on_hub(args)) or args.push_to_hub):
+    if not (any(checks.names_on_hub(settings)) or settings.output.push_to_hub):
         os.environ["HF_HUB_OFFLINE"] = "1"
-        return args.replace(hub_offline=True)
+        return settings.replace(hub_offline=True)
     from support.cli import hub
 
-    offline, problem = hub.ask_hub(args, launch.is_main, launch.is_node_leader)
-    return args.replace(hub_offline=offline, hub_problem=problem)
+    offline, problem = hub.ask_hub(settings, launch.is_main, launch.is_node_leader)
+    return settings.replace(hub_offline=offline, hub_problem=problem)
 
 
-def check_model_path(args: Arguments) -> None:
+def check_model_path(settings: Settings) -> None:
     """Check that a model given as a folder exists and is a Hugging Face model.
 
     Raises:
         UserError: there is no such folder, or it holds no config.json or an invalid one; or
             --model_revision is given for a model that is not on the hub.
     """
-    is_local = checks.is_local_model(args.model)
-    if args.model_revision and (is_local or args.model == EMBEDDED_MODEL):
+    is_local = checks.is_local_model(settings.model.model)
+    if settings.model.model_revision and (is_local or settings.model.model == EMBEDDED_MODEL):
         raise UserError(
-            f"--model_revision is for models on the hub, and --model {args.model} is not one: "
+            f"--model_revision is for models on the hub, and --model {settings.model.model} is not one: "
             "leave it out."
         )
-    if is_local and not Path(args.model).is_dir():
-        raise UserError(f"--model {args.model}: no such folder.")
-    if is_local and not Path(args.model, "config.json").is_file():
+    if is_local and not Path(settings.model.model).is_dir():
+        raise UserError(f"--model {settings.model.model}: no such folder.")
+    if is_local and not Path(settings.model.model, "config.json").is_file():
         raise UserError(
-            f"--model {args.model}: the folder has no config.json, so it is not a complete model. "
+            f"--model {settings.model.model}: the folder has no config.json, so it is not a complete model. "
             "A run exports its model to hf/; --merge_lora exports adapters as a complete model."
         )
     if is_local:
-        read_json("--model", f"{args.model}/config.json")
-        check_readable("--model", args.model, MODEL_FILES)
+        read_json("--model", f"{settings.model.model}/config.json")
+        check_readable("--model", settings.model.model, MODEL_FILES)

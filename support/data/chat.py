@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 from support.data.special_tokens import start_of
 from support.errors import UserError, first_line
 from support.files.user_files import shown
@@ -405,11 +405,11 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
     return Prompt(ids, is_chat, len(start))
 
 
-def prompt_for(args: Arguments, tokenizer: Any, dataset: dict) -> Prompt:
+def prompt_for(settings: Settings, tokenizer: Any, dataset: dict) -> Prompt:
     """Return the prompt of --generate: in the chat template if conversations were trained.
 
     Base models have a chat template, too, so an evaluation only is the other case that uses it.
     """
     kind = dataset.get("kind")  # None before a stream's first row
-    as_chat = kind == "chat" or (args.eval_only and kind != "pair")
-    return prompt_of(args.generate or "", tokenizer, as_chat)
+    as_chat = kind == "chat" or (settings.training.eval_only and kind != "pair")
+    return prompt_of(settings.output.generate or "", tokenizer, as_chat)

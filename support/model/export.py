@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from support import console
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 from support.cluster.context import DTYPES, DistContext
 from support.errors import FirstError, TrainingError, redact
 from support.files import atomic
@@ -65,7 +65,7 @@ class Target(NamedTuple):
     repository: str | None = None  # on the hub, to which rank 0 pushes the folder
 
 
-def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target:
+def target_of(settings: Settings, output_dir: Path, earlier: dict | None) -> Target:
     """Return the destination: --export_hf, or `hf` in the run's folder.
 
     Args:
@@ -74,14 +74,18 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     # Imported before the training: a changed installation must not fail the export after it.
     from support.model import card  # noqa: F401
 
-    if args.merge_lora:
+    if settings.model.merge_lora:
         from support.model import merging  # noqa: F401
     exported = (earlier or {}).get("export") or {}
-    own = not args.export_hf or exported.get("folder") == redact(args.export_hf)
-    return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite or own)
+    own = not settings.output.export_hf or exported.get("folder") == redact(
+        settings.output.export_hf
+    )
+    return Target(
+        Path(settings.output.export_hf or output_dir / "hf"), settings.output.overwrite or own
+    )
 
 
-def export_model(trained: TrainedModel, target: Target, args: Arguments, facts: dict) -> dict:
+def export_model(trained: TrainedModel, target: Target, settings: Settings, facts: dict) -> dict:
     """Export the trained model. Every rank calls this function.
 
     Args:
@@ -91,7 +95,7 @@ def export_model(trained: TrainedModel, target: Target, args: Arguments, facts: 
     Raises:
         TrainingError: the export failed; the message names the checkpoint with the weights.
     """
-    facts = {**facts, "merged": args.merge_lora}
+    facts = {**facts, "merged": settings.model.merge_lora}
     if trained.is_best:
         loss = facts["best_eval_loss"]
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
@@ -100,7 +104,7 @@ def export_model(trained: TrainedModel, target: Target, args: Arguments, facts: 
     from support.model import card
 
     text = card.model_card(facts, trained.identity)
-    failed, folder = _write_folder(trained, target, args, text)
+    failed, folder = _write_folder(trained, target, settings, text)
     if failed:
         if checkpoint := trained.keep_weights():
             advice = (
@@ -110,7 +114,7 @@ def export_model(trained: TrainedModel, target: Target, args: Arguments, facts: 
         else:  # often because the same disk is full
             elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
             elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
-            lost, folder = _write_folder(trained, Target(elsewhere, False), args, text)
+            lost, folder = _write_folder(trained, Target(elsewhere, False), settings, text)
             advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
     return {
@@ -121,7 +125,7 @@ def export_model(trained: TrainedModel, target: Target, args: Arguments, facts: 
 
 
 def _write_folder(
-    trained: TrainedModel, target: Target, args: Arguments, card: str
+    trained: TrainedModel, target: Target, settings: Settings, card: str
 ) -> tuple[str, Path]:
     """Write the folder of a trained model.
 
@@ -129,13 +133,13 @@ def _write_folder(
         Why it could not be written, or ""; and its folder: the target, or a new one next to it if
         another run has written to the target.
     """
-    ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[args.export_dtype]
+    ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[settings.output.export_dtype]
     errors, final = FirstError(), target.folder
     temporary = errors.attempt(atomic.start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
-        errors.attempt(spec.describe, folder, dtype, args.merge_lora)
-    if spec.lora and args.merge_lora:
+        errors.attempt(spec.describe, folder, dtype, settings.model.merge_lora)
+    if spec.lora and settings.model.merge_lora:
         from support.model.merging import write_merged
 
         load = partial(spec.load, ctx, dtype="auto")

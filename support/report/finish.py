@@ -10,7 +10,7 @@ import torch
 
 from support import console
 from support.checkpoints.manager import CheckpointManager
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.errors import Preempted
 from support.model import export, push
@@ -21,15 +21,15 @@ from support.train_state import TrainState
 from support.units import GB, perplexity_of
 
 
-def find_target(args: Arguments, ctx: DistContext, folder: RunFolder) -> export.Target:
+def find_target(settings: Settings, ctx: DistContext, folder: RunFolder) -> export.Target:
     """Return where the trained model goes: a folder, and with --push_to_hub a new repository.
 
     Before the training, so that a missing permission does not fail the run after it.
     """
-    target = export.target_of(args, folder.path, folder.found)
-    if not args.push_to_hub:
+    target = export.target_of(settings, folder.path, folder.found)
+    if not settings.output.push_to_hub:
         return target
-    return target._replace(repository=push.open_repository(args, folder.path, ctx))
+    return target._replace(repository=push.open_repository(settings, folder.path, ctx))
 
 
 def stop(run: Run) -> NoReturn:
@@ -68,7 +68,7 @@ def load_best(run: Run, load_best_at_end: bool) -> None:
         console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
 
 
-def summarize(args: Arguments, ctx: DistContext, run: Run, eval_loss: float | None) -> None:
+def summarize(settings: Settings, ctx: DistContext, run: Run, eval_loss: float | None) -> None:
     """Record and print the results of the training.
 
     Args:
@@ -85,9 +85,9 @@ def summarize(args: Arguments, ctx: DistContext, run: Run, eval_loss: float | No
         best_eval_loss=best.get("loss"),
         best_step=best.get("step"),
         stopped_early=state.patience if state.stopped_early else None,
-        **results.measured(args, ctx, spec, run.meter, run.log.work),
+        **results.measured(settings, ctx, spec, run.meter, run.log.work),
     )
-    say_results(ctx, run.folder.facts, args)
+    say_results(ctx, run.folder.facts, settings)
 
 
 def restore_results(
@@ -101,7 +101,7 @@ def restore_results(
 
 
 def publish(
-    args: Arguments,
+    settings: Settings,
     folder: RunFolder,
     target: export.Target,
     trained: export.TrainedModel,
@@ -112,43 +112,45 @@ def publish(
     Raises:
         TrainingError: one of them failed; the message says where the trained weights are.
     """
-    exported = export_if_missing(args, folder, target, trained)
-    if args.generate:
-        folder.record(sample=generate_sample(args, folder, trained, casting))
-    if exported and args.push_to_hub:
+    exported = export_if_missing(settings, folder, target, trained)
+    if settings.output.generate:
+        folder.record(sample=generate_sample(settings, folder, trained, casting))
+    if exported and settings.output.push_to_hub:
         folder.record(push=push.push(target.repository, exported, trained.ctx))
     trained.ctx.stop.ignore()  # the run is complete
     folder.end("completed")
 
 
 def export_if_missing(
-    args: Arguments, folder: RunFolder, target: export.Target, trained: export.TrainedModel
+    settings: Settings, folder: RunFolder, target: export.Target, trained: export.TrainedModel
 ) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
     Returns:
         The folder with the exported model; None if the flags exclude it.
     """
-    if args.no_export or args.eval_only:
+    if settings.output.no_export or settings.training.eval_only:
         return None
-    is_exported = folder.was_complete and not args.export_hf and target.folder.exists()
+    is_exported = folder.was_complete and not settings.output.export_hf and target.folder.exists()
     if trained.ctx.broadcast_from_rank0(is_exported):
         return target.folder
-    entry = export.export_model(trained, target, args, folder.facts)
+    entry = export.export_model(trained, target, settings, folder.facts)
     folder.record(export=entry)
     return Path(entry["folder"])
 
 
 def generate_sample(
-    args: Arguments, folder: RunFolder, trained: export.TrainedModel, casting: torch.autocast
+    settings: Settings, folder: RunFolder, trained: export.TrainedModel, casting: torch.autocast
 ) -> str:
     """Print and return the continuation of the prompt of --generate."""
     from support.data.chat import prompt_for
     from support.model.generate import generate
 
     spec = trained.spec
-    prompt = prompt_for(args, spec.tokenizer, folder.facts.get("dataset") or {})
-    return generate(trained.objects.model, casting, spec, prompt, args.seed, trained.ctx)
+    prompt = prompt_for(settings, spec.tokenizer, folder.facts.get("dataset") or {})
+    return generate(
+        trained.objects.model, casting, spec, prompt, settings.training.seed, trained.ctx
+    )
 
 
 def say_files(ctx: DistContext, folder: RunFolder) -> None:
@@ -159,10 +161,10 @@ def say_files(ctx: DistContext, folder: RunFolder) -> None:
         console.print0(f"📊 A page with its curves: {page}")
 
 
-def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
+def say_results(ctx: DistContext, facts: dict, settings: Settings) -> None:
     """Print the results at the end of a run, from the content of results.json."""
     print0, used, on_gpu = console.print0, facts["memory"], ctx.device.type == "cuda"
-    if args.profile_memory or ctx.simulated:
+    if settings.debug.profile_memory or ctx.simulated:
         from support.report.memory_profile import lines_of
 
         print0("\n".join(lines_of(used, on_gpu)))
@@ -170,7 +172,7 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
         print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
         return
     print0(console.RULE)
-    print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    print0("✅ Evaluation Complete!" if settings.training.eval_only else "✅ Training Complete!")
     names = {"allocated": "resident", "peak": "peak"}
     if on_gpu:
         names = {kind: kind for kind in ("allocated", "reserved", "peak")}

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from support import process
-from support.cli.arguments import Arguments, global_batch
+from support.settings.settings import Settings
 from support.cli.flags import settings_of
 from support.cluster import tuning
 from support.cluster.context import DistContext
@@ -43,7 +43,7 @@ def hardware(device: torch.device) -> dict:
     }
 
 
-def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
+def facts_at_start(settings: Settings, ctx: DistContext) -> dict:
     """Return the content of results.json before anything is loaded."""
     return {
         "schema_version": 1,
@@ -53,24 +53,24 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Before the quoting, which may divide a secret.
         "command": shlex.join(map(redact, [Path(sys.executable).name, *sys.argv])),
-        "flags": settings_of(args),
+        "flags": settings_of(settings),
         "code_digest": process.code_digest(),
         "versions": process.versions(),
         "hardware": hardware(ctx.device),
-        "strategy": args.strategy,
-        "model": args.model,
+        "strategy": settings.parallelism.strategy,
+        "model": settings.model.model,
         "world_size": ctx.real_world_size,
-        "simulated_world_size": args.simulate_gpus,
+        "simulated_world_size": settings.debug.simulate_gpus,
         "device": ctx.device.type,
         "backend": ctx.backend,
         "launcher": ctx.launch.launcher,
         "precision": ctx.precision,
         "tf32": ctx.capability >= AMPERE and torch.get_float32_matmul_precision() != "highest",
-        "batch_size": args.batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "global_batch_size": global_batch(args, ctx.world_size),
-        "seed": args.seed,
+        "batch_size": settings.training.batch_size,
+        "gradient_accumulation_steps": settings.training.gradient_accumulation_steps,
+        "gradient_checkpointing": settings.model.gradient_checkpointing,
+        "global_batch_size": settings.training.global_batch(ctx.world_size),
+        "seed": settings.training.seed,
     }
 
 
@@ -87,7 +87,7 @@ def progress(state: TrainState) -> dict:
 
 
 def measured(
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
     spec: ModelSpec,
     meter: StepMeter,
@@ -103,16 +103,18 @@ def measured(
         found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
     if rate := found["tokens_per_second"]:
         found["tokens_per_second_per_gpu"] = rate / ctx.world_size
-        found["mfu"] = _share_of_peak(rate / ctx.world_size, args, ctx, spec)
+        found["mfu"] = _share_of_peak(rate / ctx.world_size, settings, ctx, spec)
     traffic = meter.traffic.per_step(meter.warmup_steps)
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
     if meter.step > meter.first_step:
         found["communication_bytes_per_step"] = statistics.mean(sent)
         found["communication_per_step"] = traffic
-    return found | {"memory": _memory(args, ctx, spec, meter)}
+    return found | {"memory": _memory(settings, ctx, spec, meter)}
 
 
-def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSpec) -> float | None:
+def _share_of_peak(
+    rate: float, settings: Settings, ctx: DistContext, spec: ModelSpec
+) -> float | None:
     """Return the MFU of a rate in tokens per second per GPU; None if the peak is not known."""
     if ctx.device.type != "cuda":
         return None
@@ -122,11 +124,11 @@ def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSp
     if peak is None:
         return None
     config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
-    shape = config.num_hidden_layers, config.hidden_size, args.seq_length
+    shape = config.num_hidden_layers, config.hidden_size, settings.data.seq_length
     return rate * flops_per_token(*matmul, *shape) / peak
 
 
-def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
+def _memory(settings: Settings, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
     from support.memory import fit
 
     nvme = meter.step_memory.objects.strategy.nvme_folder
@@ -134,11 +136,11 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[args.optim].state_bytes and not on_disk
+    has_states = OPTIMIZERS[settings.training.optim].state_bytes and not on_disk
     if ctx.simulated and has_states and not found["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "
             "memory."
         )
-    estimate = fit.estimate_of(args, ctx, spec)
+    estimate = fit.estimate_of(settings, ctx, spec)
     return found | {"predicted_bytes": estimate and estimate.sizes()}

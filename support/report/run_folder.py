@@ -13,7 +13,7 @@ from typing import IO
 
 from support import console
 from support.checkpoints.format import list_checkpoints
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.errors import UserError, redact_value
 from support.files import atomic
@@ -40,15 +40,15 @@ class RunFolder:
     keeps_found: bool  # results.json is still that of the earlier run, which --resume continues
 
     @classmethod
-    def open(cls, args: Arguments, ctx: DistContext) -> RunFolder:
+    def open(cls, settings: Settings, ctx: DistContext) -> RunFolder:
         """Create and lock the folder; write results.json, unless --resume continues a run.
 
         From then on results.json says why the run failed.
         """
-        path, lock = new_output_dir(args, ctx)
+        path, lock = new_output_dir(settings, ctx)
         found = read_results(path / RESULTS) if ctx.is_main else None
-        keeps_found = found is not None and args.resume is not None
-        folder = cls(ctx, path, lock, facts_at_start(args, ctx), found, keeps_found)
+        keeps_found = found is not None and settings.output.resume is not None
+        folder = cls(ctx, path, lock, facts_at_start(settings, ctx), found, keeps_found)
         if not keeps_found:
             folder.begin()
         # The other ranks wait for rank 0 here: if one fails, the file must be this run's.
@@ -132,7 +132,7 @@ def read_results(path: Path) -> dict | None:
         return None
 
 
-def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, IO[bytes] | None]:
+def new_output_dir(settings: Settings, ctx: DistContext) -> tuple[Path, IO[bytes] | None]:
     """Create the output folder, named by --output_dir or by rank 0, and lock it.
 
     Returns:
@@ -143,9 +143,14 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, IO[bytes] |
             request checkpoints.
     """
     lock, started = None, time.strftime("%Y%m%d-%H%M%S")
-    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
+    name = (
+        settings.output.output_dir
+        or f"runs/{Path(settings.model.model).name}-{settings.parallelism.strategy}-{started}"
+    )
     if ctx.is_main:
-        while not args.output_dir and Path(name).exists():  # two runs started in the same second
+        while (
+            not settings.output.output_dir and Path(name).exists()
+        ):  # two runs started in the same second
             name += "x"
         create_folder("--output_dir", Path(name))
         try:
@@ -154,7 +159,7 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, IO[bytes] |
             raise UserError(
                 f"--output_dir {name} is in use by another run: wait, or name another folder."
             ) from None
-        may_hold_a_run = args.overwrite or args.resume is not None
+        may_hold_a_run = settings.output.overwrite or settings.output.resume is not None
         if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
             raise UserError(
                 f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
@@ -171,7 +176,7 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, IO[bytes] |
                 f"ℹ️  Rank 0 is on {host}: it prints the training, and writes to {folder}."
             )
         if blind:
-            settle_without_shared_disk(args, f"{folder} on {host}", blind)
+            settle_without_shared_disk(settings, f"{folder} on {host}", blind)
     return folder, lock
 
 
@@ -196,7 +201,7 @@ def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:
     return sorted(blind)
 
 
-def settle_without_shared_disk(args: Arguments, place: str, blind: list[str]) -> None:
+def settle_without_shared_disk(settings: Settings, place: str, blind: list[str]) -> None:
     """Refuse a run that writes checkpoints, because each rank writes its part of one.
 
     At the start, so that the run does not fail hours later at its first save. Without checkpoints
@@ -208,8 +213,8 @@ def settle_without_shared_disk(args: Arguments, place: str, blind: list[str]) ->
     """
     hosts = f"{', '.join(blind)} {'do' if len(blind) > 1 else 'does'} not share"
     saving = "save_every", "save_epochs", "load_best_at_end"
-    flags = [f"--{flag}" for flag in saving if getattr(args, flag)]
-    if args.resume == "":
+    flags = [f"--{flag}" for flag in saving if getattr(settings, flag)]
+    if settings.output.resume == "":
         flags.append("--resume")
     if flags:
         raise UserError(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from support import console
 from support.checkpoints.manager import CheckpointManager
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
@@ -37,26 +37,30 @@ class Run(NamedTuple):
     meter: StepMeter  # time, memory and traffic of each step
 
 
-def open_folder(args: Arguments, ctx: DistContext) -> RunFolder:
+def open_folder(settings: Settings, ctx: DistContext) -> RunFolder:
     """Print the "Distributed Setup" lines, and open the output folder."""
     say_setup(ctx)
-    return RunFolder.open(args, ctx)
+    return RunFolder.open(settings, ctx)
 
 
-def check_machine(args: Arguments, ctx: DistContext) -> None:
+def check_machine(settings: Settings, ctx: DistContext) -> None:
     """Check for what the strategy and --compile need of the machine.
 
     Raises:
         MissingRequirement: it is missing.
     """
-    if not (args.eval_only and args.configured_strategy.whole_parameters):  # else as under dp
-        args.configured_strategy.check_requirements(args.gradient_accumulation_steps)
-    if args.compile:
+    if not (
+        settings.training.eval_only and settings.parallelism.configured.whole_parameters
+    ):  # else as under dp
+        settings.parallelism.configured.check_requirements(
+            settings.training.gradient_accumulation_steps
+        )
+    if settings.model.compile:
         check_compile(ctx.device.type)
 
 
 def open_run(
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
     start_log: StartLog,
     manager: CheckpointManager,
@@ -64,12 +68,12 @@ def open_run(
 ) -> Run:
     """Create the meter and the log of the steps; files of an earlier run stay as they are."""
     folder, memory, at_end = start_log.folder, start_log.memory, [*start_log.at_end]
-    meter = create_meter(args, ctx, manager.objects, manager.spec, memory, state)
+    meter = create_meter(settings, ctx, manager.objects, manager.spec, memory, state)
     trackers, trace = None, None
-    if args.report_to and ctx.is_main:
-        trackers = Trackers(args, folder.path, state.step)
-    if args.profile:
-        trace, stop = start_trace(args.profile, ctx)
+    if settings.output.report_to and ctx.is_main:
+        trackers = Trackers(settings, folder.path, state.step)
+    if settings.debug.profile:
+        trace, stop = start_trace(settings.debug.profile, ctx)
         at_end.insert(0, stop)
     log = StepLog(
         ctx,
@@ -79,33 +83,33 @@ def open_run(
         trackers,
         trace,
         at_end,
-        logging_steps=args.logging_steps,
-        streaming=args.streaming,
+        logging_steps=settings.output.logging_steps,
+        streaming=settings.data.streaming,
     )
     return Run(manager.objects, state, folder, manager, log, meter)
 
 
-def keep_freed_memory(args: Arguments, ctx: DistContext, spec: ModelSpec) -> None:
+def keep_freed_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> None:
     """On a CPU, let the process keep the memory of a step's tensors for the next step."""
     if ctx.device.type == "cpu":
-        tuning.keep_freed_memory(large=keeps_large_tensors(args, ctx, spec))
+        tuning.keep_freed_memory(large=keeps_large_tensors(settings, ctx, spec))
 
 
-def watch_steps(args: Arguments, ctx: DistContext, run: Run) -> None:
+def watch_steps(settings: Settings, ctx: DistContext, run: Run) -> None:
     """Report steps that hang from now on; with --auto_micro_batch restart if memory runs out."""
     state = run.state
-    if not (args.auto_micro_batch and args.batch_size > 1):
+    if not (settings.training.auto_micro_batch and settings.training.batch_size > 1):
         ctx.monitor.training_starts(state)
         return
 
     def smaller_batch_may_help() -> bool:
         """Whether a new start with smaller micro-batches may help after memory ran out."""
-        own_batch = args.eval_batch_size and run.meter.memory.doing == "evaluation"
+        own_batch = settings.training.eval_batch_size and run.meter.memory.doing == "evaluation"
         # Adam's states exist from the first update on, so the second step may need the most memory.
         early = state.step < state.first_step + 2
         return early and not run.manager.seconds and not own_batch
 
-    values = restart.restart_values(args, run.folder.path)
+    values = restart.restart_values(settings, run.folder.path)
     ctx.monitor.training_starts(state, restart.Restart(values, smaller_batch_may_help))
     # A rank may run out of memory while another still starts a tracker or removes files.
     dist.barrier()

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from support import console
-from support.cli.arguments import Arguments, global_batch
+from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.memory import fit
@@ -31,28 +31,28 @@ class StartLog:
     at_end: list[Callable[[], object]]  # write the files of other tools at the end of the run
 
     @classmethod
-    def open(cls, args: Arguments, ctx: DistContext, folder: RunFolder) -> StartLog:
+    def open(cls, settings: Settings, ctx: DistContext, folder: RunFolder) -> StartLog:
         """Start to record memory; reports of hangs and of memory that ran out use it."""
         memory = MemoryByPhase(ctx.device)
         at_end: list[Callable[[], object]] = []
         ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
         ctx.monitor.explain_memory_with(memory.describe)
-        if args.memory_snapshot:
-            at_end.append(record_memory(args.memory_snapshot, ctx))
+        if settings.debug.memory_snapshot:
+            at_end.append(record_memory(settings.debug.memory_snapshot, ctx))
         return cls(ctx, folder, memory, at_end)
 
-    def model_found(self, args: Arguments, spec: ModelSpec) -> None:
+    def model_found(self, settings: Settings, spec: ModelSpec) -> None:
         """Print what is trained, and prepare the advice for a run whose memory runs out."""
-        self.ctx.monitor.advise_with(partial(fit.ways_to_fit, args, self.ctx, spec))
-        verb = "Evaluating" if args.eval_only else "Fine-tuning"
+        self.ctx.monitor.advise_with(partial(fit.ways_to_fit, settings, self.ctx, spec))
+        verb = "Evaluating" if settings.training.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
         console.print0(
             f"{console.RULE}\n"
-            f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
-            f"📋 Strategy: {args.strategy.upper()}"
+            f"🚀 {verb} {settings.model.model} ({human_count(base)} parameters)\n"
+            f"📋 Strategy: {settings.parallelism.strategy.upper()}"
         )
-        say_settings(args, self.ctx)
+        say_settings(settings, self.ctx)
         console.print0(console.RULE)
 
     def dataset_ready(self, datasets: Datasets, eval_only: bool, streaming: bool) -> None:
@@ -65,19 +65,23 @@ class StartLog:
         ready = count if datasets.train.num_sequences else "validation data only"
         console.print0(f"✅ Dataset ready: {ready}")
 
-    def model_loaded(self, args: Arguments, spec: ModelSpec) -> None:
+    def model_loaded(self, settings: Settings, spec: ModelSpec) -> None:
         """Print and record the size of the model."""
         self.memory.note("model_loaded")
-        if args.generate:  # fails on an unusable prompt before the training
+        if settings.output.generate:  # fails on an unusable prompt before the training
             from support.data.chat import prompt_for
 
-            prompt_for(args, spec.tokenizer, self.folder.facts["dataset"])
+            prompt_for(settings, spec.tokenizer, self.folder.facts["dataset"])
         whole = spec.parameters
         console.print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
-            say_adapters(spec, exports_adapters=not (args.merge_lora or args.no_export))
+            say_adapters(
+                spec, exports_adapters=not (settings.model.merge_lora or settings.output.no_export)
+            )
         self.folder.record(
-            parameters=whole, trainable_parameters=spec.trainable, seq_length=args.seq_length
+            parameters=whole,
+            trainable_parameters=spec.trainable,
+            seq_length=settings.data.seq_length,
         )
 
 
@@ -102,22 +106,28 @@ def say_adapters(spec: ModelSpec, exports_adapters: bool) -> None:
         )
 
 
-def say_settings(args: Arguments, ctx: DistContext) -> None:
+def say_settings(settings: Settings, ctx: DistContext) -> None:
     """Print where the run trains, and the settings that decide how long it takes."""
     on_gpu, assigned = ctx.device.type == "cuda", os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if not on_gpu and args.device == "auto" and assigned not in ("", "0"):
+    if not on_gpu and settings.training.device == "auto" and assigned not in ("", "0"):
         console.warn(f"Slurm assigned GPUs to this node ({assigned}), and none is visible here.")
     details = f"threads: {torch.get_num_threads()}"
     if on_gpu:
         details = torch.cuda.get_device_name(ctx.device)
-    parts = [f"Batch size: {args.batch_size}"]
-    if not args.eval_only:
-        until = [f"Epochs: {args.epochs or 1}"] if args.epochs or not args.max_steps else []
-        until += [f"Steps: {args.max_steps}"] if args.max_steps else []
-        parts = [*until, *parts, f"LR: {args.lr:g}"]
-    if (whole := global_batch(args, ctx.world_size)) > args.batch_size and not args.eval_only:
-        factors = f"{args.batch_size} × {ctx.world_size} ranks"
-        factors += f" × {args.gradient_accumulation_steps} micro-batches"
+    parts = [f"Batch size: {settings.training.batch_size}"]
+    if not settings.training.eval_only:
+        until = (
+            [f"Epochs: {settings.training.epochs or 1}"]
+            if settings.training.epochs or not settings.training.max_steps
+            else []
+        )
+        until += [f"Steps: {settings.training.max_steps}"] if settings.training.max_steps else []
+        parts = [*until, *parts, f"LR: {settings.training.lr:g}"]
+    if (
+        whole := settings.training.global_batch(ctx.world_size)
+    ) > settings.training.batch_size and not settings.training.eval_only:
+        factors = f"{settings.training.batch_size} × {ctx.world_size} ranks"
+        factors += f" × {settings.training.gradient_accumulation_steps} micro-batches"
         parts.append(f"Global batch: {factors} = {whole}")
     console.print0(
         f"Device: {ctx.device} ({details}), Precision: {ctx.precision}\n{', '.join(parts)}"

@@ -60,9 +60,9 @@ def scheduler(kind: str, **params) -> dict:
     ],
 )
 def test_values_of_the_file_are_used(read, content, flags, values):
-    args = read(content, *flags)
-    assert {name: getattr(args, name) for name in values} == values
-    assert "scheduler" not in (getattr(args.configured_strategy, "config", None) or {})
+    settings = read(content, *flags)
+    assert {name: getattr(settings, name) for name in values} == values
+    assert "scheduler" not in (getattr(settings.parallelism.configured, "config", None) or {})
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_deepspeed_checks_keys_and_values(read, content, says):
 def test_the_project_s_files(strategy):
     """DeepSpeed accepts them, and they keep the states where the table says."""
     file = f"{PROJECT}/{STRATEGIES[strategy].config_file}"
-    args = parse_arguments(["--ds_config", file])
-    found, expected = args.configured_strategy, STRATEGIES[strategy]
+    settings = parse_arguments(["--ds_config", file])
+    found, expected = settings.parallelism.configured, STRATEGIES[strategy]
     found.check_options(verbose=False)
-    assert args.strategy == strategy
+    assert settings.parallelism.strategy == strategy
     places = attrgetter("optimizer_on", "parameters_on", "stage", "sharded")
     assert places(found) == places(expected)
 
@@ -126,11 +126,11 @@ def test_deepspeed_knows_all_of_its_sections(read):
 
 
 def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
-    args = read(zero(3, offload_optimizer={"device": "cpu"}))
-    strategy = args.configured_strategy
-    assert args.strategy == "zero3" and strategy.offloads
+    settings = read(zero(3, offload_optimizer={"device": "cpu"}))
+    strategy = settings.parallelism.configured
+    assert settings.parallelism.strategy == "zero3" and strategy.offloads
     assert "cpu_adam" in strategy.needed_ops()
-    assert "cpu_adam" not in STRATEGIES[args.strategy].needed_ops()
+    assert "cpu_adam" not in STRATEGIES[settings.parallelism.strategy].needed_ops()
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,12 @@ def test_an_auto_value_without_a_rule_is_refused(read):
 def test_the_written_file_means_the_same(tmp_path, strategy):
     """It has no "auto", and gives the same configuration without the other flags."""
     flags = ["--batch_size", "3", "--lr", "3e-4", "--adam_beta2", "0.95", "--precision", "bf16"]
-    args = parse_arguments(["--strategy", strategy, *flags, "--nvme_path", str(tmp_path)])
-    assert args.configured_strategy.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    first = complete_ds_config(args.configured_strategy.config, "bf16", MODEL, 1, str(tmp_path))
-    setup.write_config(replace(args.configured_strategy, config=first), tmp_path)
+    settings = parse_arguments(["--strategy", strategy, *flags, "--nvme_path", str(tmp_path)])
+    assert settings.parallelism.configured.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    first = complete_ds_config(
+        settings.parallelism.configured.config, "bf16", MODEL, 1, str(tmp_path)
+    )
+    setup.write_config(replace(settings.parallelism.configured, config=first), tmp_path)
     again = parse_arguments(["--ds_config", str(tmp_path / "ds_config.json")])
     assert (again.strategy, again.lr, again.batch_size) == (strategy, 3e-4, 3)
     assert (

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 from conftest import PROJECT
 
-from support.cli.arguments import Arguments, choose_seq_length
+from support.settings.settings import Settings, choose_seq_length
 from support.cli.flags import DEFAULTS, FLAGS, GROUPS
 from support.cli.parse import output_dir_of, parse_arguments
 from support.cli.run_file import as_yaml
@@ -13,17 +13,17 @@ from support.errors import UserError
 
 
 def test_arguments_are_frozen():
-    args = parse_arguments(["--lr", "1e-3"])
+    settings = parse_arguments(["--lr", "1e-3"])
     with pytest.raises(AttributeError):
-        args.lr = 1
-    copy = args.replace(seq_length=64)
-    assert (copy.seq_length, copy.lr, args.seq_length) == (64, 1e-3, None)
+        settings.training.lr = 1
+    copy = settings.replace(seq_length=64)
+    assert (copy.seq_length, copy.lr, settings.data.seq_length) == (64, 1e-3, None)
 
 
 def test_every_flag_is_described_and_its_default_has_the_type_of_the_field():
     described = {name for texts in GROUPS.values() for name in texts}
     assert FLAGS.keys() == described
-    hints = get_type_hints(Arguments)
+    hints = get_type_hints(Settings)
     for name, default in DEFAULTS.items():
         kinds = get_args(hints[name]) or (hints[name],)
         assert default in (None, []) or isinstance(default, kinds), name
@@ -41,9 +41,9 @@ def test_home_folder_in_a_path(monkeypatch, tmp_path):
     """Values of a run file never see a shell."""
     monkeypatch.setenv("HOME", "/home/somebody")
     (tmp_path / "run.yaml").write_text("output_dir: ~/runs\ntext_column: ~x\n")
-    args = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--cache_dir=~/x"])
-    assert args.cache_dir == "/home/somebody/x"  # bash leaves --cache_dir=~/x as it is
-    assert (args.output_dir, args.text_column) == ("/home/somebody/runs", "~x")
+    settings = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--cache_dir=~/x"])
+    assert settings.data.cache_dir == "/home/somebody/x"  # bash leaves --cache_dir=~/x as it is
+    assert (settings.output.output_dir, settings.data.text_column) == ("/home/somebody/runs", "~x")
 
 
 STAGE3 = f"{PROJECT}/ds_config_stage3.json"
@@ -76,8 +76,8 @@ def read(tmp_path):
     ],
 )
 def test_run_file(read, text, values):
-    args = read(text)
-    assert {name: getattr(args, name) for name in values} == values
+    settings = read(text)
+    assert {name: getattr(settings, name) for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_run_file(read, text, values):
     ],
 )
 def test_the_command_line_overrides_the_file(read, text, flags, values):
-    args = read(text, *flags)
-    assert {name: getattr(args, name) for name in values} == values
+    settings = read(text, *flags)
+    assert {name: getattr(settings, name) for name in values} == values
 
 
 @pytest.mark.parametrize(
