@@ -28,7 +28,7 @@ DeepSpeed stores them in the precision of the computation, and O includes an fp3
 All strategies train the same model: for the same global batch and without dropout the losses agree
 up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
 train_epoch_deepspeed(): the lines that differ are what DeepSpeed changes. The flags and their
-defaults are in support/cli/arguments.py. <output_dir> gets results.json, metrics.jsonl, the
+defaults are in support/settings/. <output_dir> gets results.json, metrics.jsonl, the
 checkpoints (--save_every) and the trained model (hf/).
 """
 
@@ -55,7 +55,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints.manager import CheckpointManager
-from support.cli.arguments import Arguments
 from support.cluster import process_group
 from support.cluster.context import DistContext
 from support.cluster.failures import FailureMonitor
@@ -63,6 +62,7 @@ from support.data import batches, opening
 from support.model import resolve
 from support.model.loss import computes_loss
 from support.report.run import Run
+from support.settings.settings import Settings
 from support.strategies import gradients, table
 from support.strategies.deepspeed import setup
 from support.strategies.fsdp import shards
@@ -70,16 +70,16 @@ from support.strategies.objects import TrainingObjects
 from support.train_state import TrainState
 
 
-def main(args: Arguments, launch: startup.Launch) -> None:
+def main(settings: Settings, launch: startup.Launch) -> None:
     """Run setup_distributed() and train() on this rank; then destroy the process group.
 
     If a rank fails, all ranks end, and the first error is reported.
     """
-    startup.run_on_all_ranks(setup_distributed, train, args, launch)
+    startup.run_on_all_ranks(setup_distributed, train, settings, launch)
 
 
 def setup_distributed(
-    args: Arguments, launch: startup.Launch, monitor: FailureMonitor
+    settings: Settings, launch: startup.Launch, monitor: FailureMonitor
 ) -> DistContext:
     """Choose the device, wait for all ranks, and initialize the process group.
 
@@ -97,29 +97,35 @@ def setup_distributed(
             differ from those of rank 0.
         UserError: a rank has no GPU of its own, or the ranks have devices of different types.
     """
-    device = process_group.device_of_rank(launch, may_fail=args.check)  # cuda:<local rank>, or cpu
+    device = process_group.device_of_rank(
+        launch, may_fail=settings.command.check
+    )  # cuda:<local rank>, or cpu
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # NCCL for GPUs, gloo for CPU processes; in a simulation of ranks, collectives return at once.
-    backend = "fake" if args.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
+    backend = (
+        "fake" if settings.debug.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
+    )
     # Key-value stores that all ranks share: for our own messages, and for the process group.
-    store, group_store = process_group.meet_ranks(args, launch, device, backend)
+    store, group_store = process_group.meet_ranks(settings, launch, device, backend)
     ctx = DistContext(launch, device, backend, monitor, store)
-    process_group.watch_ranks(ctx, args.hang_seconds)  # from here on a failure ends all ranks
-    options = process_group.group_options(args, ctx)  # backend=, and what the strategy needs
+    process_group.watch_ranks(
+        ctx, settings.cluster.hang_seconds
+    )  # from here on a failure ends all ranks
+    options = process_group.group_options(settings, ctx)  # backend=, and what the strategy needs
     dist.init_process_group(
         store=group_store,
         rank=ctx.rank,
         world_size=ctx.world_size,
-        timeout=timedelta(seconds=args.ddp_timeout),
+        timeout=timedelta(seconds=settings.cluster.ddp_timeout),
         **options,
     )
     process_group.compare_software(ctx)
-    process_group.configure_torch(args, ctx)  # TF32, --deterministic, --compile
+    process_group.configure_torch(settings, ctx)  # TF32, --deterministic, --compile
     return ctx
 
 
-def train(args: Arguments, ctx: DistContext) -> nn.Module:
+def train(settings: Settings, ctx: DistContext) -> nn.Module:
     """Build, resume, train, evaluate, export and report.
 
     Args:
@@ -131,33 +137,35 @@ def train(args: Arguments, ctx: DistContext) -> nn.Module:
         TrainingError: the run failed.
         Preempted: a rank received a stop signal; a complete checkpoint was saved.
     """
-    run = Run.open(args, ctx)  # creates <output_dir>, writes results.json
-    checkpoint = CheckpointManager.find(args, ctx, run.folder)  # None without --resume
-    spec = resolve.find_model(args, ctx)  # configuration and tokenizer; the weights come later
-    args = args.replace(seq_length=spec.seq_length(args))
-    run.announce_model(args, spec)
+    run = Run.open(settings, ctx)  # creates <output_dir>, writes results.json
+    checkpoint = CheckpointManager.find(settings, ctx, run.folder)  # None without --resume
+    spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
+    settings = settings.replace(seq_length=spec.seq_length(settings))
+    run.announce_model(settings, spec)
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
-    datasets = prepare_dataset(args, ctx, spec)
-    run.dataset_ready(args, datasets)
-    objects = build(args, ctx, spec, run)
+    datasets = prepare_dataset(settings, ctx, spec)
+    run.dataset_ready(settings, datasets)
+    objects = build(settings, ctx, spec, run)
     run.memory.note("wrapped")
 
-    manager = CheckpointManager(args, ctx, run.folder / "checkpoints", objects, spec, datasets)
+    manager = CheckpointManager(settings, ctx, run.folder / "checkpoints", objects, spec, datasets)
     # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
-    state = batches.train_state(counters, datasets.train, args, ctx.world_size)
-    if run.was_complete_at(args, state):  # --resume of a completed run
-        run.finish_completed_run(args, manager, state, autocast(objects, ctx))
+    state = batches.train_state(counters, datasets.train, settings, ctx.world_size)
+    if run.was_complete_at(settings, state):  # --resume of a completed run
+        run.finish_completed_run(settings, manager, state, autocast(objects, ctx))
         return objects.model
-    run.start_training(args, objects, manager, state)  # from here on the run has the manager
-    eval_loss = train_and_evaluate(objects, datasets, state, run, args, ctx)
+    run.start_training(settings, objects, manager, state)  # from here on the run has the manager
+    eval_loss = train_and_evaluate(objects, datasets, state, run, settings, ctx)
     # Writes results.json. Exports the model to <output_dir>/hf: the ranks send their shards of one
     # parameter after the other to rank 0. --generate needs autocast.
     run.finish(eval_loss, autocast(objects, ctx))
     return objects.model
 
 
-def prepare_dataset(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec) -> opening.Datasets:
+def prepare_dataset(
+    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
+) -> opening.Datasets:
     """Tokenize the text, and cut it into sequences of --seq_length tokens.
 
     One rank of each node tokenizes, unless the tokens are in the cache; all ranks memory-map the
@@ -166,25 +174,27 @@ def prepare_dataset(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec) 
     Returns:
         The training and the validation sequences, and facts for results.json.
     """
-    if args.streaming:  # reads and tokenizes while training
-        datasets = opening.open_stream(args, ctx, spec.tokenizer)
+    if settings.data.streaming:  # reads and tokenizes while training
+        datasets = opening.open_stream(settings, ctx, spec.tokenizer)
     else:
-        datasets = opening.open_tokenized(args, ctx, spec.tokenizer)
-    opening.check_validation(datasets.validation, args)
+        datasets = opening.open_tokenized(settings, ctx, spec.tokenizer)
+    opening.check_validation(datasets.validation, settings)
     return datasets
 
 
-def build(args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run) -> TrainingObjects:
+def build(
+    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+) -> TrainingObjects:
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
-    strategy = args.configured_strategy  # the row of --strategy, with its options
-    if args.eval_only and strategy.whole_parameters:  # every rank holds all of P
-        return load_for_evaluation(args, ctx, spec, run)
+    strategy = settings.parallelism.configured  # the row of --strategy, with its options
+    if settings.training.eval_only and strategy.whole_parameters:  # every rank holds all of P
+        return load_for_evaluation(settings, ctx, spec, run)
     builders: dict[str, Callable[..., TrainingObjects]] = {
         "ddp": build_ddp,
         "fsdp": build_fsdp,
         "deepspeed": build_deepspeed,
     }
-    return builders[strategy.engine](strategy, args, ctx, spec, run)
+    return builders[strategy.engine](strategy, settings, ctx, spec, run)
 
 
 def train_and_evaluate(
@@ -192,7 +202,7 @@ def train_and_evaluate(
     datasets: opening.Datasets,
     state: TrainState,
     run: Run,
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
 ) -> float | None:
     """Evaluate if it is due, end if all steps are done, train until the next evaluation; repeat.
@@ -206,13 +216,13 @@ def train_and_evaluate(
     train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
-    due = args.eval_first if state.step == 0 else state.evaluation_is_due
-    due = due or args.eval_only
+    due = settings.training.eval_first if state.step == 0 else state.evaluation_is_due
+    due = due or settings.training.eval_only
     eval_loss = None
     while True:
         if due and datasets.validation.num_sequences:
             run.start_evaluation()
-            eval_loss = evaluate(objects, datasets.validation, args, ctx)
+            eval_loss = evaluate(objects, datasets.validation, settings, ctx)
             if eval_loss is None:  # a rank received a stop signal
                 run.preempt()  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
@@ -222,8 +232,8 @@ def train_and_evaluate(
             run.skip_evaluation()  # prints that there are no validation sequences
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        step_batches = rest_of_epoch(datasets.train, state, args, ctx)
-        train_epoch(objects, step_batches, state, run, args, ctx)
+        step_batches = rest_of_epoch(datasets.train, state, settings, ctx)
+        train_epoch(objects, step_batches, state, run, settings, ctx)
         due = state.evaluation_is_due
 
 
@@ -233,7 +243,7 @@ def train_epoch_ddp(
     step_batches: Iterable[batches.StepBatch],
     state: TrainState,
     run: Run,
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
 ) -> None:
     """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
@@ -241,7 +251,7 @@ def train_epoch_ddp(
     model.train()
     run.start_epoch()
     for step_batch in step_batches:  # this rank's share of each global batch
-        lr = learning_rate(state.step, state.total_steps, args)
+        lr = learning_rate(state.step, state.total_steps, settings)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
@@ -249,7 +259,7 @@ def train_epoch_ddp(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            batches.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(settings.training.seed, state.step, micro_step, ctx.rank)
             set_gradient_sync(model, is_last)  # the ranks reduce the gradients once per step
             with autocast(objects, ctx):
                 # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
@@ -264,8 +274,10 @@ def train_epoch_ddp(
         run.after_backward()  # counts the memory; from now on a stop signal waits for the step
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
         grad_norm = gradients.gradient_norm(model)  # of the whole gradient: FSDP's shards are added
-        if args.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
+        if settings.training.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(
+                model.parameters(), settings.training.max_grad_norm, grad_norm
+            )
         # A non-finite loss (or norm, except in fp16) disables all further updates; log_step raises.
         gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx.simulated)
         scaler.step(optimizer)  # the update; in fp16 all ranks skip it if a gradient overflowed
@@ -276,7 +288,7 @@ def train_epoch_ddp(
         state.advance()  # step += 1, samples += the sequences of the global batch
         # A line of metrics.jsonl: step, epoch, loss, lr, grad_norm, tokens_per_second, seconds.
         run.log_step(step_loss, lr, grad_norm, all_tokens)
-        if save_or_stop(state, stop_requests, run, args):
+        if save_or_stop(state, stop_requests, run, settings):
             break
 
 
@@ -285,7 +297,7 @@ def train_epoch_deepspeed(
     step_batches: Iterable[batches.StepBatch],
     state: TrainState,
     run: Run,
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
 ) -> None:
     """Train with DeepSpeed's engine until the epoch ends or an evaluation is due."""
@@ -293,7 +305,7 @@ def train_epoch_deepspeed(
     engine.train()
     run.start_epoch()
     for step_batch in step_batches:
-        lr = learning_rate(state.step, state.total_steps, args)
+        lr = learning_rate(state.step, state.total_steps, settings)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
@@ -301,7 +313,7 @@ def train_epoch_deepspeed(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            batches.seed_dropout(args.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(settings.training.seed, state.step, micro_step, ctx.rank)
             # zero1 reduces the gradients in the last micro-batch only, the others in every one.
             # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
@@ -324,27 +336,29 @@ def train_epoch_deepspeed(
 
         state.advance()
         run.log_step(step_loss, lr, grad_norm, all_tokens)
-        if save_or_stop(state, stop_requests, run, args):
+        if save_or_stop(state, stop_requests, run, settings):
             break
 
 
 # ================================================================================ parts of a step
-def learning_rate(step: int, total_steps: int, args: Arguments) -> float:
+def learning_rate(step: int, total_steps: int, settings: Settings) -> float:
     """Return the learning rate of a step: linear warm-up to --lr, then the decay of --lr_scheduler.
 
     Args:
         step: the optimizer step, counted from 0.
         total_steps: the step at which "linear" and "cosine" reach 0.
     """
-    warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    warmup_steps = settings.training.warmup_steps or math.ceil(
+        settings.training.warmup_ratio * total_steps
+    )
     if step < warmup_steps:
-        return args.lr * (step + 1) / (warmup_steps + 1)
+        return settings.training.lr * (step + 1) / (warmup_steps + 1)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if args.lr_scheduler == "linear":
-        return args.lr * (1 - progress)
-    if args.lr_scheduler == "cosine":
-        return args.lr * (0.5 * (1 + math.cos(math.pi * progress)))
-    return args.lr  # constant
+    if settings.training.lr_scheduler == "linear":
+        return settings.training.lr * (1 - progress)
+    if settings.training.lr_scheduler == "cosine":
+        return settings.training.lr * (0.5 * (1 + math.cos(math.pi * progress)))
+    return settings.training.lr  # constant
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
@@ -354,17 +368,17 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def rest_of_epoch(
-    train_data: Any, state: TrainState, args: Arguments, ctx: DistContext
+    train_data: Any, state: TrainState, settings: Settings, ctx: DistContext
 ) -> Iterable[batches.StepBatch]:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
     Their order depends on the seed and the epoch only.
     """
-    if args.streaming:
+    if settings.data.streaming:
         return train_data.step_batches(ctx.device)
-    order = train_data.epoch_order(args.seed, state.epoch)[state.position :]
-    accumulation = args.gradient_accumulation_steps
-    shares = split_over_ranks(train_data, order, args.batch_size, accumulation, ctx)
+    order = train_data.epoch_order(settings.training.seed, state.epoch)[state.position :]
+    accumulation = settings.training.gradient_accumulation_steps
+    shares = split_over_ranks(train_data, order, settings.training.batch_size, accumulation, ctx)
     return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
 
 
@@ -459,7 +473,9 @@ def set_gradient_sync(model: nn.Module, needed: bool) -> None:
         model.require_backward_grad_sync = needed  # as model.no_sync() does
 
 
-def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args: Arguments) -> bool:
+def save_or_stop(
+    state: TrainState, stop_requests: torch.Tensor, run: Run, settings: Settings
+) -> bool:
     """Save a checkpoint if one is due; return True if an evaluation is due or the run finished.
 
     Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
@@ -469,8 +485,8 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
     Args:
         stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
     """
-    every_steps = args.save_every and state.step % args.save_every == 0
-    if every_steps or (args.save_epochs and state.at_end_of_epoch):
+    every_steps = settings.output.save_every and state.step % settings.output.save_every == 0
+    if every_steps or (settings.output.save_epochs and state.at_end_of_epoch):
         run.save()  # a collective: every rank calls it
     # On a GPU this reads the count of the previous step, so that the host does not wait.
     if run.manager.stop_requested(stop_requests):
@@ -481,7 +497,7 @@ def save_or_stop(state: TrainState, stop_requests: torch.Tensor, run: Run, args:
 # ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(
-    objects: TrainingObjects, validation: opening.Sequences, args: Arguments, ctx: DistContext
+    objects: TrainingObjects, validation: opening.Sequences, settings: Settings, ctx: DistContext
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
@@ -492,9 +508,11 @@ def evaluate(
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
-    validation = validation.take(args.eval_samples or args.num_samples or validation.num_sequences)
+    validation = validation.take(
+        settings.training.eval_samples or settings.data.num_samples or validation.num_sequences
+    )
     order = np.arange(validation.num_sequences)
-    batch_size = args.eval_batch_size or args.batch_size
+    batch_size = settings.training.eval_batch_size or settings.training.batch_size
     steps = batches.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
     count = batches.steps_of(len(order), batch_size * ctx.world_size)
     for number, step_batch in enumerate(batches.with_bar(steps, "Evaluation", count)):
@@ -511,12 +529,12 @@ def evaluate(
 
 # ============================================ strategies: load, shard or wrap, create the optimizer
 def build_ddp(
-    strategy: table.DDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.DDP, settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, run: Run
 ) -> TrainingObjects:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model = spec.load(ctx)
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
+    prepare_forward(model, settings, spec)
+    run.model_loaded(settings, spec)
     resolve.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
@@ -529,13 +547,13 @@ def build_ddp(
         )
         if ctx.simulated:
             process_group.replace_all_reduce(model)
-    optimizer = create_optimizer(parameter_groups(model, args), args)
+    optimizer = create_optimizer(parameter_groups(model, settings), settings)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
 
 def build_fsdp(
-    strategy: table.FSDP, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.FSDP, settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, run: Run
 ) -> TrainingObjects:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
@@ -566,17 +584,21 @@ def build_fsdp(
     model.to_empty(device="cpu" if options.offload else ctx.device)
     shards.fill_from_rank0(model, full_model, ctx.device)  # also buffers
     del full_model
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
+    prepare_forward(model, settings, spec)
+    run.model_loaded(settings, spec)
     # The optimizer states are sharded because the parameters are.
-    optimizer = create_optimizer(parameter_groups(model, args), args)
+    optimizer = create_optimizer(parameter_groups(model, settings), settings)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
 
 def build_deepspeed(
-    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.DeepSpeed,
+    settings: Settings,
+    ctx: DistContext,
+    spec: resolve.ModelSpec,
+    run: Run,
 ) -> TrainingObjects:
     """Create the DeepSpeed engine, which owns the optimizer and shards its states.
 
@@ -593,26 +615,32 @@ def build_deepspeed(
     """
     import deepspeed
 
-    strategy = prepare_deepspeed(strategy, args, ctx, spec, run)
+    strategy = prepare_deepspeed(strategy, settings, ctx, spec, run)
     if strategy.stage == 3:  # also infinity
-        model = partition_with_zero3(strategy, args, ctx, spec)
+        model = partition_with_zero3(strategy, settings, ctx, spec)
     else:
         model = spec.load(ctx)
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
-    own_optimizer = args.optim != "adamw" and not args.eval_only
-    with setup.quiet(args.verbose):  # moves the model to the device, and wraps the optimizer
+    prepare_forward(model, settings, spec)
+    run.model_loaded(settings, spec)
+    own_optimizer = settings.training.optim != "adamw" and not settings.training.eval_only
+    with setup.quiet(
+        settings.debug.verbose
+    ):  # moves the model to the device, and wraps the optimizer
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
-            model_parameters=parameter_groups(model, args),
-            optimizer=partial(create_optimizer, args=args) if own_optimizer else None,
+            model_parameters=parameter_groups(model, settings),
+            optimizer=partial(create_optimizer, settings=settings) if own_optimizer else None,
         )
     return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
 
 
 def prepare_deepspeed(
-    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    strategy: table.DeepSpeed,
+    settings: Settings,
+    ctx: DistContext,
+    spec: resolve.ModelSpec,
+    run: Run,
 ) -> table.DeepSpeed:
     """Create the NVMe folder, compile DeepSpeed's ops, fill in each "auto" of the configuration."""
     import deepspeed
@@ -620,13 +648,20 @@ def prepare_deepspeed(
     nvme_folder = None
     if strategy.needs_nvme:
         ranks = 1 if ctx.simulated else ctx.launch.local_world_size
-        for_files = (args.nvme_path, spec.parameters, ranks, ctx.world_size)  # checks their size
+        for_files = (
+            settings.parallelism.nvme_path,
+            spec.parameters,
+            ranks,
+            ctx.world_size,
+        )  # checks their size
         create = partial(setup.make_nvme_folder, *for_files)
         nvme_folder = ctx.once_per_node("nvme folder", create)
     # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
-    ctx.once_per_node("ops", partial(setup.build_ops, strategy, args.quiet, args.verbose))
+    ctx.once_per_node(
+        "ops", partial(setup.build_ops, strategy, settings.output.quiet, settings.debug.verbose)
+    )
     setup.patch_deepspeed(strategy, ctx.device.type)  # loads these ops; avoids waits for a GPU
-    with setup.quiet(args.verbose):
+    with setup.quiet(settings.debug.verbose):
         deepspeed.init_distributed(dist_backend=ctx.backend)  # uses the existing process group
     model_sizes = setup.ModelSizes(  # the buckets hold a transformer block
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
@@ -638,7 +673,7 @@ def prepare_deepspeed(
 
 
 def partition_with_zero3(
-    strategy: table.DeepSpeed, args: Arguments, ctx: DistContext, spec: resolve.ModelSpec
+    strategy: table.DeepSpeed, settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
 ) -> nn.Module:
     """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
@@ -650,7 +685,7 @@ def partition_with_zero3(
     model = spec.load(ctx, dtype="auto")
     # Not `with zero.Init()`, which would skip transformers' own initialization of new weights.
     one_by_one = setup.OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
-    with setup.quiet(args.verbose):
+    with setup.quiet(settings.debug.verbose):
         deepspeed.zero.Init(module=one_by_one, config_dict_or_path=strategy.config)
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(ctx.device)
@@ -658,61 +693,69 @@ def partition_with_zero3(
 
 
 def load_for_evaluation(
-    args: Arguments, ctx: DistContext, spec: resolve.ModelSpec, run: Run
+    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, run: Run
 ) -> TrainingObjects:
     """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
     model = spec.load(ctx)
-    prepare_forward(model, args, spec)
-    run.model_loaded(args, spec)
+    prepare_forward(model, settings, spec)
+    run.model_loaded(settings, spec)
     model.to(ctx.device)
     return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)
 
 
 # -------------------------------------------------------------------- the same for all strategies
-def prepare_forward(model: nn.Module, args: Arguments, spec: resolve.ModelSpec) -> None:
+def prepare_forward(model: nn.Module, settings: Settings, spec: resolve.ModelSpec) -> None:
     """Apply --gradient_checkpointing and --compile, then remove random weights from the disk."""
-    if args.gradient_checkpointing:
+    if settings.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.compile:
+    if settings.model.compile:
         layers = resolve.transformer_blocks(model)  # identical ones share a graph
         if computes_loss(model):
             layers.append(model.get_output_embeddings())
         for layer in layers:
             layer.compile()
     dist.barrier()  # all ranks have read the weights
-    if not args.merge_lora:  # --merge_lora reads the weights again at the end
+    if not settings.model.merge_lora:  # --merge_lora reads the weights again at the end
         spec.remove_drawn_weights()  # the temporary folder of weights that were drawn from --seed
 
 
-def parameter_groups(model: nn.Module, args: Arguments) -> list[dict]:
+def parameter_groups(model: nn.Module, settings: Settings) -> list[dict]:
     """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # A parameter that ZeRO-3 has partitioned has the shape [0]; its full shape is in ds_shape.
     is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in trained}
     groups = [
-        {"params": [p for p in trained if is_matrix[p]], "weight_decay": args.weight_decay},
+        {
+            "params": [p for p in trained if is_matrix[p]],
+            "weight_decay": settings.training.weight_decay,
+        },
         {"params": [p for p in trained if not is_matrix[p]], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
 
-def create_optimizer(groups: list[dict], args: Arguments) -> torch.optim.Optimizer:
+def create_optimizer(groups: list[dict], settings: Settings) -> torch.optim.Optimizer:
     """Return the optimizer of --optim."""
-    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    if args.optim == "adamw":
-        return torch.optim.AdamW(groups, lr=args.lr, **adam, fused=True)
-    if args.optim == "sgd":
+    adam = {
+        "betas": (settings.training.adam_beta1, settings.training.adam_beta2),
+        "eps": settings.training.adam_epsilon,
+    }
+    if settings.training.optim == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.training.lr, **adam, fused=True)
+    if settings.training.optim == "sgd":
         # The fused kernel does not support FSDP2's sharded tensors.
         is_sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=args.lr, fused=not is_sharded)
-    if args.optim == "adafactor":
+        return torch.optim.SGD(groups, lr=settings.training.lr, fused=not is_sharded)
+    if settings.training.optim == "adafactor":
         from transformers.optimization import Adafactor
 
         # As Trainer configures it: --lr is the step size, as with the other optimizers.
-        return Adafactor(groups, lr=args.lr, scale_parameter=False, relative_step=False)
+        return Adafactor(
+            groups, lr=settings.training.lr, scale_parameter=False, relative_step=False
+        )
     from bitsandbytes.optim import AdamW8bit
 
-    return AdamW8bit(groups, lr=args.lr, **adam)
+    return AdamW8bit(groups, lr=settings.training.lr, **adam)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ from transformers import Trainer, TrainingArguments
 
 from support.checkpoints.convert import write_checkpoint
 from support.checkpoints.format import step_folder
-from support.cli.arguments import Arguments
 from support.cluster.process_group import single_process
 from support.data.opening import open_tokenized
 from support.model import resolve as models
+from support.settings.settings import Settings
 from support.units import IGNORED
 
 # Flags that have the same name and meaning in TrainingArguments.
@@ -42,18 +42,18 @@ SAME = """
     """.split()
 
 
-def main(args: Arguments, launch) -> None:
+def main(settings: Settings, launch) -> None:
     """Load model and data as real_model_example.py does, and make the step."""
     gc.enable()  # which startup.start has disabled for the imports
     with single_process(launch) as ctx:
-        spec = models.find_model(args, ctx)
+        spec = models.find_model(settings, ctx)
         spec.chunked_loss = False
-        args = args.replace(seq_length=spec.seq_length(args))
-        train, _, _ = open_tokenized(args, ctx, spec.tokenizer)
-        make_step(args, spec.load(ctx), train)
+        settings = settings.replace(seq_length=spec.seq_length(settings))
+        train, _, _ = open_tokenized(settings, ctx, spec.tokenizer)
+        make_step(settings, spec.load(ctx), train)
 
 
-def make_step(args: Arguments, model: nn.Module, train) -> None:
+def make_step(settings: Settings, model: nn.Module, train) -> None:
     """Make a step on the sequences `train`, and write it to --output_dir."""
 
     def as_batch(indices: list[int]) -> dict[str, torch.Tensor]:
@@ -64,14 +64,15 @@ def make_step(args: Arguments, model: nn.Module, train) -> None:
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions}
         return {name: tensor for name, tensor in batch.items() if tensor is not None}
 
-    assert args.output_dir  # --prove gives it
-    folder = Path(args.output_dir)
-    settings = TrainingArguments(
+    assert settings.output.output_dir  # --prove gives it
+    folder = Path(settings.output.output_dir)
+    flags = settings.flags()
+    arguments = TrainingArguments(
         str(folder / "trainer"),
-        **{name: getattr(args, name) for name in SAME},
-        per_device_train_batch_size=args.batch_size,
-        learning_rate=args.lr,
-        lr_scheduler_type=args.lr_scheduler,
+        **{name: flags[name] for name in SAME},
+        per_device_train_batch_size=settings.training.batch_size,
+        learning_rate=settings.training.lr,
+        lr_scheduler_type=settings.training.lr_scheduler,
         optim="adamw_torch_fused",
         use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
@@ -80,7 +81,7 @@ def make_step(args: Arguments, model: nn.Module, train) -> None:
         disable_tqdm=True,
     )
     data: Any = range(train.num_sequences)
-    trainer = Trainer(model, settings, as_batch, data)
+    trainer = Trainer(model, arguments, as_batch, data)
     loss = trainer.train().training_loss
     norm = next(log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}

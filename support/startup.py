@@ -8,13 +8,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from support import console, process
 from support.cli import checks
-from support.cli.arguments import Arguments
-from support.cli.parse import parse_arguments
+from support.cli.parse import read_command_line
 from support.cluster import launch as launching
 from support.cluster import restart, tuning
 from support.cluster.launch import Launch
@@ -29,6 +29,8 @@ from support.errors import (
 )
 from support.files.user_files import check_readable, read_json
 from support.optimizers import OPTIMIZERS
+from support.settings.command import CommandSettings
+from support.settings.settings import Hub, Settings
 from support.tables import EMBEDDED_MODEL
 
 # Files of a model folder that a run reads; a Trainer's checkpoint also has others.
@@ -38,7 +40,7 @@ MODEL_FILES = """
     """.split()
 
 
-def start(argv: list[str]) -> tuple[Arguments, Launch]:
+def start(argv: list[str]) -> tuple[Settings, Launch]:
     """Read the arguments and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
@@ -54,39 +56,40 @@ def start(argv: list[str]) -> tuple[Arguments, Launch]:
             raise UserError("The current folder was removed: change to another one.")
         # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
         launch = launching.detect_launch()
-        args = parse_arguments(argv)
+        line = read_command_line(argv)
+        settings = line.settings
         if process.RESTARTED in os.environ:
-            args = restart.continue_restarted(args)
-        console.configure(launch.rank, args.quiet, args.verbose)
-        if args.print_config:
-            print_config(args)
-        refuse_launcher(args, launch)
-        tuning.choose_hardware(args.device)
-        if args.prove is not None:
+            settings = restart.continue_restarted(settings)
+        console.configure(launch.rank, settings.output.quiet, verbose)
+        if settings.run_file.print_config:
+            print_config(settings, line.sources)
+        refuse_launcher(settings.command, launch)
+        tuning.choose_hardware(settings.training.device)
+        if settings.command.prove is not None:
             # Before the settings of this process, which the runs of --prove would inherit.
             from support.commands import prove  # imports torch
 
-            sys.exit(prove.prove(args))
-        tuning.tune_process(args, launch)
-        if args.simulate_gpus:
-            launch = launching.simulated(launch, args.simulate_gpus)
-        check_model_path(args)
-        checks.check_data_paths(args)
+            sys.exit(prove.prove(settings))
+        tuning.tune_process(settings, launch)
+        if settings.debug.simulate_gpus:
+            launch = launching.simulated(launch, settings.debug.simulate_gpus)
+        check_model_path(settings)
+        checks.check_data_paths(settings)
         # These two write no results, and may run where the run's disks and packages are missing.
-        if not (args.prefetch or args.show_sample):
-            check_run(args)
-        args = ask_hub(args, launch)
-        for line in args.notices if launch.is_main and not args.quiet else ():
-            print(f"ℹ️  {line}")
-        if args.prefetch:
+        if not (settings.command.prefetch or settings.command.show_sample):
+            check_run(settings)
+        settings = replace(settings, hub=ask_hub(settings, launch))
+        for notice in line.notices if launch.is_main and not settings.output.quiet else ():
+            print(f"ℹ️  {notice}")
+        if settings.command.prefetch:
             from support.commands.prefetch import prefetch  # imports torch
 
-            prefetch(args, launch)  # does not return
+            prefetch(settings, launch)  # does not return
     except UserError as error:
         exit_before_start(error, verbose)
     # The imports that follow create 2 million objects and no garbage: a sixth less CPU time.
     gc.disable()
-    return args, launch
+    return settings, launch
 
 
 def prepare_for_failures(verbose: bool) -> None:
@@ -100,18 +103,18 @@ def prepare_for_failures(verbose: bool) -> None:
     sys.excepthook = lambda _kind, error, _traceback: exit_before_start(error, verbose)
 
 
-def refuse_launcher(args: Arguments, launch: Launch) -> None:
+def refuse_launcher(command: CommandSettings, launch: Launch) -> None:
     """Check that the commands of one process were not started by a launcher."""
     for flag in ("prove", "prefetch"):
-        if getattr(args, flag) and launch.world_size > 1:
+        if getattr(command, flag) and launch.world_size > 1:
             raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
 
 
-def print_config(args: Arguments) -> NoReturn:
+def print_config(settings: Settings, sources: dict[str, str]) -> NoReturn:
     """Print the flags as a run file, and exit."""
     from support.cli.run_file import as_yaml
 
-    print(redact(as_yaml(args)), end="")
+    print(redact(as_yaml(settings.flags(), sources)), end="")
     process.check_output()
     sys.exit(EXIT_COMPLETED)
 
@@ -124,7 +127,7 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
 
 
 def run_on_all_ranks(
-    setup_distributed: Callable, train: Callable, args: Arguments, launch: Launch
+    setup_distributed: Callable, train: Callable, settings: Settings, launch: Launch
 ) -> NoReturn:
     """Call `setup_distributed(args, launch, monitor)`, then `train(args, ctx)`; end all ranks.
 
@@ -147,18 +150,18 @@ def run_on_all_ranks(
     if process.RESTARTED in os.environ:
         monitor.record_with(restart.record_end)  # until the run opens its folder
     try:
-        ctx = setup_distributed(args, launch, monitor)
+        ctx = setup_distributed(settings, launch, monitor)
     except BaseException as error:
         if monitor.is_watching:
             monitor.end_failed(error)
-        exit_before_start(error, args.verbose)
+        exit_before_start(error, settings.debug.verbose)
     try:
-        args.configured_strategy.check_options(args.verbose)
-        ctx.precision = choose_precision(args.precision, ctx.device)
-        if command := command_of(args):
-            monitor.end_together(None, command(args, ctx))  # does not return
-        configure_transformers(args, ctx)
-        model = train(args, ctx)
+        settings.parallelism.configured.check_options(settings.debug.verbose)
+        ctx.precision = choose_precision(settings.training.precision, ctx.device)
+        if command := command_of(settings):
+            monitor.end_together(None, command(settings, ctx))  # does not return
+        configure_transformers(settings, ctx)
+        model = train(settings, ctx)
     except Preempted as preempted:
         monitor.end_together(preempted.model, EXIT_PREEMPTED)
     except BaseException as error:  # also KeyboardInterrupt: no other rank may wait for this one
@@ -166,57 +169,57 @@ def run_on_all_ranks(
     monitor.end_together(model, EXIT_COMPLETED)
 
 
-def check_run(args: Arguments) -> None:
+def check_run(settings: Settings) -> None:
     """Check what the run needs: writable folders, an NVMe folder, a checkpoint, packages."""
     # --check may be given with the folders of an existing run. A restarted program has its own.
-    if not args.check and process.RESTARTED not in os.environ:
-        checks.check_output_dir(args)
-        checks.check_export_folder(args)
-    if args.resume and not Path(args.resume).exists():
-        raise UserError(f"--resume {args.resume}: there is no such checkpoint.")
-    checks.check_nvme_path(args)
+    if not settings.command.check and process.RESTARTED not in os.environ:
+        checks.check_output_dir(settings)
+        checks.check_export_folder(settings)
+    if settings.output.resume and not Path(settings.output.resume).exists():
+        raise UserError(f"--resume {settings.output.resume}: there is no such checkpoint.")
+    checks.check_nvme_path(settings)
     packages = {
-        **{f"--report_to {name}": name for name in args.report_to},
-        "--lora_r": "peft" if args.lora_r else None,
-        f"--optim {args.optim}": OPTIMIZERS[args.optim].package,
-        "--load_in_4bit": "bitsandbytes" if args.load_in_4bit else None,
+        **{f"--report_to {name}": name for name in settings.output.report_to},
+        "--lora_r": "peft" if settings.model.lora_r else None,
+        f"--optim {settings.training.optim}": OPTIMIZERS[settings.training.optim].package,
+        "--load_in_4bit": "bitsandbytes" if settings.model.load_in_4bit else None,
     }
     for flag, package in packages.items():
         if package and importlib.util.find_spec(package) is None:
             raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
 
 
-def ask_hub(args: Arguments, launch: Launch) -> Arguments:
-    """Return the arguments with whether the hub is used; only a run that needs it asks it."""
-    if not (any(checks.names_on_hub(args)) or args.push_to_hub):
+def ask_hub(settings: Settings, launch: Launch) -> Hub:
+    """Return whether the hub is used; only a run that needs it asks it."""
+    if not (any(checks.names_on_hub(settings)) or settings.output.push_to_hub):
         os.environ["HF_HUB_OFFLINE"] = "1"
-        return args.replace(hub_offline=True)
+        return Hub(offline=True)
     from support.cli import hub
 
-    offline, problem = hub.ask_hub(args, launch.is_main, launch.is_node_leader)
-    return args.replace(hub_offline=offline, hub_problem=problem)
+    offline, problem = hub.ask_hub(settings, launch.is_main, launch.is_node_leader)
+    return Hub(offline, problem)
 
 
-def check_model_path(args: Arguments) -> None:
+def check_model_path(settings: Settings) -> None:
     """Check that a model given as a folder exists and is a Hugging Face model.
 
     Raises:
         UserError: there is no such folder, or it holds no config.json or an invalid one; or
             --model_revision is given for a model that is not on the hub.
     """
-    is_local = checks.is_local_model(args.model)
-    if args.model_revision and (is_local or args.model == EMBEDDED_MODEL):
+    is_local = checks.is_local_model(settings.model.model)
+    if settings.model.model_revision and (is_local or settings.model.model == EMBEDDED_MODEL):
         raise UserError(
-            f"--model_revision is for models on the hub, and --model {args.model} is not one: "
+            f"--model_revision is for models on the hub, and --model {settings.model.model} is not one: "
             "leave it out."
         )
-    if is_local and not Path(args.model).is_dir():
-        raise UserError(f"--model {args.model}: no such folder.")
-    if is_local and not Path(args.model, "config.json").is_file():
+    if is_local and not Path(settings.model.model).is_dir():
+        raise UserError(f"--model {settings.model.model}: no such folder.")
+    if is_local and not Path(settings.model.model, "config.json").is_file():
         raise UserError(
-            f"--model {args.model}: the folder has no config.json, so it is not a complete model. "
+            f"--model {settings.model.model}: the folder has no config.json, so it is not a complete model. "
             "A run exports its model to hf/; --merge_lora exports adapters as a complete model."
         )
     if is_local:
-        read_json("--model", f"{args.model}/config.json")
-        check_readable("--model", args.model, MODEL_FILES)
+        read_json("--model", f"{settings.model.model}/config.json")
+        check_readable("--model", settings.model.model, MODEL_FILES)

@@ -7,11 +7,11 @@ from support import console
 from support.checkpoints.format import candidates_in, list_checkpoints
 from support.checkpoints.signature import flags_signature
 from support.checkpoints.verify import find_damage, read_manifest
-from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import UserError, same_redacted
 from support.files.user_files import shown
 from support.optimizers import OPTIMIZERS
+from support.settings.settings import Settings
 
 
 class FoundCheckpoint(NamedTuple):
@@ -51,7 +51,7 @@ def _differences(saved: dict, current: dict) -> list[str]:
     ]
 
 
-def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
+def find_checkpoint(settings: Settings, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
     """Find the checkpoint to resume from: the newest complete and undamaged one, on all ranks.
 
     Only the flags are compared with it here; model and data in `CheckpointManager.resume`.
@@ -63,16 +63,16 @@ def find_checkpoint(args: Arguments, ctx: DistContext, folder: Path) -> FoundChe
     Raises:
         UserError: no checkpoint is complete and undamaged, or it is of a run with other flags.
     """
-    found = _newest(args.resume or "", folder / "checkpoints", ctx)
+    found = _newest(settings.output.resume or "", folder / "checkpoints", ctx)
     if found is None:
         console.warn(
             f"--resume: {folder} has no checkpoint yet: this run starts from the beginning."
         )
         return None
     path, manifest = found
-    current = flags_signature(args, ctx.world_size)
-    refuse_other_run(manifest["identity"], current, args.resume_force)
-    saved_by, family = manifest["optimizer"], OPTIMIZERS[args.optim].family
+    current = flags_signature(settings, ctx.world_size)
+    refuse_other_run(manifest["identity"], current, settings.output.resume_force)
+    saved_by, family = manifest["optimizer"], OPTIMIZERS[settings.training.optim].family
     if saved_by not in ("", family):
         raise UserError(
             f"--resume {path}: the checkpoint has the states of {shown(saved_by)}, and this run's "

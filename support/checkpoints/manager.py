@@ -29,7 +29,6 @@ from support.checkpoints.find import (
 )
 from support.checkpoints.saving import PieceWriter, write_shards
 from support.checkpoints.signature import run_signature
-from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.errors import FirstError, OutOfMemory, TrainingError, explain, redact_value
@@ -37,6 +36,7 @@ from support.files import atomic
 from support.files.safetensors_writer import save_file
 from support.model.export import TrainedModel
 from support.model.weights import persistent_buffers
+from support.settings.settings import Settings
 from support.strategies import gradients
 from support.strategies.objects import TrainingObjects
 from support.train_state import NEW_RUN, TrainState
@@ -48,7 +48,7 @@ GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter g
 class CheckpointManager:
     """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods."""
 
-    args: Arguments
+    settings: Settings
     ctx: DistContext
     folder: Path  # of the checkpoints
     objects: TrainingObjects
@@ -61,23 +61,25 @@ class CheckpointManager:
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
 
     def __post_init__(self, datasets: Datasets) -> None:
-        args = self.args
+        settings = self.settings
         self.model, self.module = self.objects.model, self.objects.module
         # The training sequences of --streaming, whose position is saved.
-        self.stream = datasets.train if args.streaming else None
-        self.identity = run_signature(args, self.ctx, self.spec, datasets.facts, self.module)
+        self.stream = datasets.train if settings.data.streaming else None
+        self.identity = run_signature(settings, self.ctx, self.spec, datasets.facts, self.module)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
-        if not args.eval_only:
+        if not settings.training.eval_only:
             self.state = self.objects.sharded_state(self.ctx.device)
-        self.may_save = self.ctx.shares_output and not (args.eval_only or args.no_save)
+        self.may_save = self.ctx.shares_output and not (
+            settings.training.eval_only or settings.output.no_save
+        )
         self._stop = DelayedFlag()
 
     @staticmethod
-    def find(args: Arguments, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
+    def find(settings: Settings, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
         """Find the checkpoint of --resume (see find.find_checkpoint); None without that flag."""
-        if args.resume is None:
+        if settings.output.resume is None:
             return None
-        return find_checkpoint(args, ctx, folder)
+        return find_checkpoint(settings, ctx, folder)
 
     def resume(self, found: FoundCheckpoint | None) -> dict:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
@@ -89,7 +91,7 @@ class CheckpointManager:
         if found is None:
             return NEW_RUN
         path, manifest = found
-        refuse_other_run(manifest["identity"], self.identity, self.args.resume_force)
+        refuse_other_run(manifest["identity"], self.identity, self.settings.output.resume_force)
         report_changes(manifest["identity"], self.identity)
         self._load_weights(path, manifest)
         counters, objects = manifest["counters"], self.objects
@@ -97,7 +99,7 @@ class CheckpointManager:
         if self.stream is not None and (manifest["stream"] or counters["samples"]):
             self.stream.resume(manifest["stream"])
         gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
-        if self.args.load_best_at_end and (best := counters["best"]):
+        if self.settings.training.load_best_at_end and (best := counters["best"]):
             best_folder = files.step_folder(self.folder, best["step"])
             if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
                 counters = {**counters, "best": None}
@@ -136,7 +138,7 @@ class CheckpointManager:
         for path in files.list_checkpoints(self.folder):
             if files.step_of(path) > self._resumed_at:
                 atomic.set_aside(path, f"aside-{path.name}")
-        if best and self.args.load_best_at_end:
+        if best and self.settings.training.load_best_at_end:
             self._mark("best", best["step"])
 
     def load_best(self, best: int, now: int) -> None:
@@ -161,14 +163,18 @@ class CheckpointManager:
 
     def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far."""
-        if not (self.args.load_best_at_end and state.best and state.best["step"] == state.step):
+        if not (
+            self.settings.training.load_best_at_end
+            and state.best
+            and state.best["step"] == state.step
+        ):
             return
         self.save(state)
         if self.ctx.is_main:
             old = files.marked(self.folder, "best")
             self._mark("best", state.step)
             # With regular saves --keep_last decides which checkpoints are removed.
-            saves_regularly = self.args.save_every or self.args.save_epochs
+            saves_regularly = self.settings.output.save_every or self.settings.output.save_epochs
             if old not in ("", files.marked(self.folder, "best")) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
 
@@ -260,8 +266,8 @@ class CheckpointManager:
         atomic.sync_tree(unfinished / "model")
         atomic.sync(unfinished)
         os.replace(unfinished, final)
-        if self.args.keep_last:
-            for old in files.list_checkpoints(self.folder)[self.args.keep_last :]:
+        if self.settings.output.keep_last:
+            for old in files.list_checkpoints(self.folder)[self.settings.output.keep_last :]:
                 if old.name != files.marked(self.folder, "best"):
                     shutil.rmtree(old, ignore_errors=True)
         try:  # the checkpoint is complete, also if the disk is full now

@@ -9,11 +9,11 @@ import hashlib
 import json
 import os
 
-from support.cli.arguments import Arguments, global_batch, held_out_share, isolates_documents
 from support.cluster.context import DistContext
 from support.data.chat import rendering_of
 from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
+from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
 
 INFORMATIONAL_FLAGS = """
@@ -23,22 +23,22 @@ INFORMATIONAL_FLAGS = """
     """.split()
 
 
-def flags_signature(args: Arguments, world_size: int) -> dict:
+def flags_signature(settings: Settings, world_size: int) -> dict:
     """Return the part of the run signature that is known before model and data are read."""
     should_match = {
-        "seed": args.seed,
-        "validation_split": held_out_share(args),
-        "shuffle_buffer": args.shuffle_buffer if args.streaming else None,
-        "global batch": global_batch(args, world_size),
-        "isolate_documents": isolates_documents(args),
-        "packing": args.packing,
+        "seed": settings.training.seed,
+        "validation_split": settings.data.held_out_share,
+        "shuffle_buffer": settings.data.shuffle_buffer if settings.data.streaming else None,
+        "global batch": settings.training.global_batch(world_size),
+        "isolate_documents": settings.data.isolates_documents,
+        "packing": settings.data.packing,
     }
-    if args.seq_length is not None:  # the default depends on the model
-        should_match["seq_length"] = args.seq_length
+    if settings.data.seq_length is not None:  # the default depends on the model
+        should_match["seq_length"] = settings.data.seq_length
     return {"hard": {}, "soft": should_match}
 
 
-def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, module) -> dict:
+def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, module) -> dict:
     """Return the run signature.
 
     Args:
@@ -54,16 +54,16 @@ def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, module
     if spec.lora:
         must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
         # The frozen weights are not part of a checkpoint.
-        frozen = f"random, from seed {args.seed}" if spec.random else "as they came"
+        frozen = f"random, from seed {settings.training.seed}" if spec.random else "as they came"
         must_match["frozen weights"] = frozen + (", in 4 bits" if spec.load_in_4bit else "")
     # Whether a stream contains conversations or documents is not known in advance.
     may_be_chat, may_be_text = (
-        args.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
+        settings.data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
     )
     validation = dataset.get("validation") or {}
-    revision = f"@{args.model_revision}" if args.model_revision else ""
-    should_match = flags_signature(args, ctx.world_size)["soft"] | {
-        "model": os.path.normpath(args.model) + revision,
+    revision = f"@{settings.model.model_revision}" if settings.model.model_revision else ""
+    should_match = flags_signature(settings, ctx.world_size)["soft"] | {
+        "model": os.path.normpath(settings.model.model) + revision,
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],
         "validation": validation.get("sha256"),
@@ -73,14 +73,15 @@ def run_signature(args: Arguments, ctx: DistContext, spec, dataset: dict, module
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
-    informational = {name: getattr(args, name) for name in INFORMATIONAL_FLAGS}
+    flags = settings.flags()
+    informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
-    rendering = rendering_of(spec.tokenizer) if args.streaming else None
+    rendering = rendering_of(spec.tokenizer) if settings.data.streaming else None
     informational |= {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
         "precision": ctx.precision,
-        "fsdp_reduce_dtype": args.configured_strategy.reduce_dtype,
+        "fsdp_reduce_dtype": settings.parallelism.configured.reduce_dtype,
     }
     return {"hard": must_match, "soft": should_match, "told": informational}
 

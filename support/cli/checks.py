@@ -4,9 +4,11 @@ import json
 import os
 from pathlib import Path
 
-from support.cli.arguments import Arguments, datasets_of
+from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import read_text
+from support.settings.data import default_dataset
+from support.settings.settings import Settings
 from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
@@ -49,40 +51,45 @@ NEEDED = {
 }
 
 
-def refuse_conflicts(args: Arguments) -> None:
-    """Check that no flags exclude each other."""
+def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
+    """Check that no flags exclude each other.
+
+    Args:
+        flags: the values of all flags.
+        given: names of flags on the command line or in the run file.
+    """
     for flag, others in EXCLUDED.items():
         for other in others.split():
-            if _is_set(args, flag) and _is_set(args, other):
+            if _is_set(flags, flag) and _is_set(flags, other):
                 raise UserError(f"--{flag} and --{other} cannot both hold: leave one out.")
     for flag, other in NEEDED.items():
-        if _is_set(args, flag) and not _is_set(args, other):
+        if _is_set(flags, flag) and not _is_set(flags, other):
             raise UserError(f"--{flag} needs --{other}.")
-    dataset = args.dataset or ("pydocs" if args.model == EMBEDDED_MODEL else "")
+    datasets = [dataset.name for dataset in flags.dataset] or [default_dataset(flags.model)]
     problems = {
         "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH": (
-            args.resume == "" and args.output_dir is None
+            flags.resume == "" and flags.output_dir is None
         ),
         "--do_train false leaves nothing to do: add --do_eval to evaluate, or leave it out": (
-            args.do_train is False and not (args.do_eval or args.eval_only)
+            flags.do_train is False and not (flags.do_eval or flags.eval_only)
         ),
-        f"--prove reads the gradient from AdamW's moments: leave --optim {args.optim} out": (
-            args.prove and args.optim != "adamw"
+        f"--prove reads the gradient from AdamW's moments: leave --optim {flags.optim} out": (
+            flags.prove and flags.optim != "adamw"
         ),
         "--packing always isolates examples: leave --no_isolate_documents out": (
-            args.packing and "isolate_documents" in args.given and not args.isolate_documents
+            flags.packing and "isolate_documents" in given and not flags.isolate_documents
         ),
         "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states": (
-            args.simulate_gpus and args.max_steps == 1
+            flags.simulate_gpus and flags.max_steps == 1
         ),
         "--early_stopping_patience needs --eval_every with --streaming, which has no epochs": (
-            args.streaming and args.early_stopping_patience and not args.eval_every
+            flags.streaming and flags.early_stopping_patience and not flags.eval_every
         ),
         "--streaming reads one --dataset: a file, a folder or a dataset on the hub, not pydocs": (
-            args.streaming and (args.mixture or dataset == "pydocs")
+            flags.streaming and (len(datasets) > 1 or datasets == ["pydocs"])
         ),
-        f"--streaming reads a whole split: --train_split {args.train_split} is a part or several": (
-            args.streaming and {*"[+"} & {*(args.train_split or "")}
+        f"--streaming reads a whole split: --train_split {flags.train_split} is a part or several": (
+            flags.streaming and {*"[+"} & {*(flags.train_split or "")}
         ),
     }
     for problem, holds in problems.items():
@@ -90,12 +97,12 @@ def refuse_conflicts(args: Arguments) -> None:
             raise UserError(f"{problem}.")
 
 
-def _is_set(args: Arguments, flag: str) -> bool:
+def _is_set(flags: Options, flag: str) -> bool:
     if flag == "no_eval":
-        return not args.eval
+        return not flags.eval
     if flag == "export_dtype":
-        return args.export_dtype != "fp32"
-    value = getattr(args, flag)
+        return flags.export_dtype != "fp32"
+    value = getattr(flags, flag)
     return bool(value) or value == ""  # --resume without a path
 
 
@@ -114,56 +121,60 @@ def is_local_dataset(name: str) -> bool:
     return os.path.exists(name) or name.endswith(DATA_SUFFIXES) or is_local_model(name)
 
 
-def scratch_without_hub(args: Arguments) -> bool:
+def scratch_without_hub(settings: Settings) -> bool:
     """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
-    return args.from_scratch and args.model in GPT2_SHAPES
+    return settings.model.from_scratch and settings.model.model in GPT2_SHAPES
 
 
-def names_on_hub(args: Arguments) -> tuple[str | None, list[str]]:
+def names_on_hub(settings: Settings) -> tuple[str | None, list[str]]:
     """Return the names on the hub of the model, or None, and of the datasets."""
-    is_on_hub = args.model != EMBEDDED_MODEL and not is_local_model(args.model)
+    is_on_hub = settings.model.model != EMBEDDED_MODEL and not is_local_model(settings.model.model)
     datasets = [
         "Salesforce/wikitext" if name == "wikitext" else name
-        for name, _ in datasets_of(args)
+        for name, _ in settings.data.dataset
         if name != "pydocs" and not is_local_dataset(name)
     ]
-    return args.model if is_on_hub else None, datasets
+    return settings.model.model if is_on_hub else None, datasets
 
 
-def check_data_paths(args: Arguments) -> None:
+def check_data_paths(settings: Settings) -> None:
     """Check that files and folders of data, and the chat template, exist and fit other flags."""
-    names = [name for name, _ in datasets_of(args)]
+    names = [name for name, _ in settings.data.dataset]
     paths = [("--dataset", name) for name in names if is_local_dataset(name)]
-    paths += [("--validation_file", args.validation_file)] if args.validation_file else []
+    paths += (
+        [("--validation_file", settings.data.validation_file)]
+        if settings.data.validation_file
+        else []
+    )
     if paths:
         from support.files.folders import files_of
     for flag, name in paths:
-        files_of(Path(name), f"{flag} {name}", args.include)
+        files_of(Path(name), f"{flag} {name}", settings.data.include)
         if os.path.isfile(name) and not os.path.getsize(name):
             raise UserError(f"{flag} {name} is empty.")
-    _, hub = names_on_hub(args)
+    _, hub = names_on_hub(settings)
     for flag in ("train_split", "eval_split", "dataset_revision"):
-        if getattr(args, flag) and not hub:
+        if getattr(settings.data, flag) and not hub:
             raise UserError(
-                f"--{flag} is for datasets of the hub, and --dataset {args.dataset} is not one: "
+                f"--{flag} is for datasets of the hub, and --dataset {settings.data.dataset_name} is not one: "
                 "leave it out."
             )
-    if args.include and not any(Path(name).is_dir() for _, name in paths):
-        raise UserError(f"--include {args.include} is for a folder of data: leave it out.")
-    if args.chat_template:
-        read_text("--chat_template", args.chat_template)
+    if settings.data.include and not any(Path(name).is_dir() for _, name in paths):
+        raise UserError(f"--include {settings.data.include} is for a folder of data: leave it out.")
+    if settings.data.chat_template:
+        read_text("--chat_template", settings.data.chat_template)
 
 
-def check_output_dir(args: Arguments) -> None:
+def check_output_dir(settings: Settings) -> None:
     """Check --output_dir and --logging_dir: writable, without another run unless flags allow it."""
-    if args.logging_dir and "tensorboard" in args.report_to:
-        check_place("--logging_dir", Path(args.logging_dir))
-    if args.output_dir is None:
+    if settings.output.logging_dir and "tensorboard" in settings.output.report_to:
+        check_place("--logging_dir", Path(settings.output.logging_dir))
+    if settings.output.output_dir is None:
         return
-    folder = Path(args.output_dir)
+    folder = Path(settings.output.output_dir)
     check_place("--output_dir", folder)
-    check_files_of_run(folder, saves=not (args.no_save or args.eval_only))
-    if holds_a_run(folder) and not args.overwrite and args.resume is None:
+    check_files_of_run(folder, saves=not (settings.output.no_save or settings.training.eval_only))
+    if holds_a_run(folder) and not settings.output.overwrite and settings.output.resume is None:
         raise UserError(
             f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces "
             "it; or name another folder."
@@ -211,31 +222,41 @@ def holds_a_run(folder: Path) -> bool:
     return status != "failed" or trained or (folder / "checkpoints").exists()
 
 
-def check_export_folder(args: Arguments) -> None:
+def check_export_folder(settings: Settings) -> None:
     """Check the folder of the export, which is replaced as a whole: no input, no other's files."""
-    if args.no_export or args.eval_only or not (args.export_hf or args.output_dir):
+    if (
+        settings.output.no_export
+        or settings.training.eval_only
+        or not (settings.output.export_hf or settings.output.output_dir)
+    ):
         return
-    flag = "--export_hf" if args.export_hf else "The export,"
-    folder = Path(args.export_hf or f"{args.output_dir}/hf").absolute()
+    flag = "--export_hf" if settings.output.export_hf else "The export,"
+    folder = Path(settings.output.export_hf or f"{settings.output.output_dir}/hf").absolute()
     check_place(flag, folder)
-    needed = {".": "the current folder", args.output_dir: "--output_dir", args.resume: "--resume"}
-    needed |= {args.model: "--model"} if is_local_model(args.model) else {}
-    needed |= {name: "--dataset" for name, _ in datasets_of(args) if is_local_dataset(name)}
-    needed |= {args.validation_file: "--validation_file"}
+    needed = {
+        ".": "the current folder",
+        settings.output.output_dir: "--output_dir",
+        settings.output.resume: "--resume",
+    }
+    needed |= {settings.model.model: "--model"} if is_local_model(settings.model.model) else {}
+    needed |= {name: "--dataset" for name, _ in settings.data.dataset if is_local_dataset(name)}
+    needed |= {settings.data.validation_file: "--validation_file"}
     for path, what in ((Path(name).resolve(), what) for name, what in needed.items() if name):
         if folder.resolve() in (path, *path.parents):
             raise UserError(
                 f"{flag} {folder} would replace {what}: name another folder with --export_hf."
             )
-    if args.export_hf and folder.is_dir() and any(folder.iterdir()):
+    if settings.output.export_hf and folder.is_dir() and any(folder.iterdir()):
         described = any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_"))
         exported = described and (folder / "README.md").is_file()
-        if not exported or not (args.overwrite or args.resume is not None):
+        if not exported or not (settings.output.overwrite or settings.output.resume is not None):
             advice = "; or --overwrite." if exported else "."
             raise UserError(f"{flag} {folder} is not empty: name another folder{advice}")
 
 
-def check_nvme_path(args: Arguments) -> None:
+def check_nvme_path(settings: Settings) -> None:
     """Check that --nvme_path exists; `make_nvme_folder` checks its size later."""
-    if args.nvme_path and not Path(args.nvme_path).is_dir():
-        raise UserError(f"--nvme_path {args.nvme_path}: no such folder: create it on an NVMe disk.")
+    if settings.parallelism.nvme_path and not Path(settings.parallelism.nvme_path).is_dir():
+        raise UserError(
+            f"--nvme_path {settings.parallelism.nvme_path}: no such folder: create it on an NVMe disk."
+        )

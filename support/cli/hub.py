@@ -7,10 +7,10 @@ import shlex
 import threading
 from pathlib import Path
 
-from support.cli.arguments import Arguments
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.errors import UserError, redact, refused_as
 from support.files.cache import huggingface_home
+from support.settings.settings import Settings
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login
@@ -22,7 +22,7 @@ MODEL_FILES = {
 }
 
 
-def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
+def ask_hub(settings: Settings, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
     """Decide whether the hub is used, before any of its libraries is imported.
 
     One probe replaces the clients' retries. With HF_HUB_OFFLINE, which is set if the hub does not
@@ -34,9 +34,11 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
     Raises:
         UserError: without --check: something is missing without the hub.
     """
-    model, datasets = names_on_hub(args)
-    pushes = args.push_to_hub and is_main
-    reads = (model or datasets or pushes) and (is_node_leader or (args.streaming and datasets))
+    model, datasets = names_on_hub(settings)
+    pushes = settings.output.push_to_hub and is_main
+    reads = (model or datasets or pushes) and (
+        is_node_leader or (settings.data.streaming and datasets)
+    )
     set_offline, url = is_set_offline(), endpoint()
     if reads and not set_offline and answers(url):
         return False, None
@@ -45,22 +47,22 @@ def ask_hub(args: Arguments, is_main: bool, is_node_leader: bool) -> tuple[bool,
         return True, None
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
     reason = redact("HF_HUB_OFFLINE is set" if set_offline else unreachable)
-    problem = _missing(args, None if scratch_without_hub(args) else model, datasets)
+    problem = _missing(settings, None if scratch_without_hub(settings) else model, datasets)
     if pushes:
         problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
-    if problem and not args.check:
+    if problem and not settings.command.check:
         raise UserError(f"{reason}, and {problem}")
-    if is_main and not (problem or set_offline or args.quiet):
+    if is_main and not (problem or set_offline or settings.output.quiet):
         print(f"ℹ️  {reason}: using what is in the cache.")
     return True, f"{reason}, and {problem}" if problem else None
 
 
-def _missing(args: Arguments, model: str | None, datasets: list[str]) -> str:
+def _missing(settings: Settings, model: str | None, datasets: list[str]) -> str:
     """Return what the cache lacks, and what to do; "" if it has everything."""
     missing = [f"dataset {name}" for name in datasets if not has_dataset(name)]
     if model:
-        with_weights = not (args.from_scratch or args.show_sample)
-        missing += missing_of_model(model, with_weights, args.model_revision)
+        with_weights = not (settings.model.from_scratch or settings.command.show_sample)
+        missing += missing_of_model(model, with_weights, settings.model.model_revision)
     if not missing:
         return ""
     return (

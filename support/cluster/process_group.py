@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from support import console
-from support.cli.arguments import Arguments
 from support.cluster.compiler import configure_compiler
 from support.cluster.context import DistContext
 from support.cluster.failures import FailureMonitor, StopSignal
@@ -32,6 +31,7 @@ from support.cluster.tuning import choose_device
 from support.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from support.files.atomic import remove_temporary_folders
 from support.process import code_digest, exit_now, versions
+from support.settings.settings import Settings
 
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 NOTICE_SECONDS = 10  # after which a line names the ranks that are missing
@@ -64,7 +64,7 @@ class Arrival(NamedTuple):
 
 
 def meet_ranks(
-    args: Arguments, launch: Launch, device: torch.device, backend: str
+    settings: Settings, launch: Launch, device: torch.device, backend: str
 ) -> tuple[dist.Store, dist.Store]:
     """Wait in the store until all ranks have started: a collective would hang if one were missing.
 
@@ -80,7 +80,7 @@ def meet_ranks(
         return dist.HashStore(), FakeStore()
     if launch.world_size == 1:
         return dist.HashStore(), dist.HashStore()  # they need no port
-    seconds = min(args.ddp_timeout, ARRIVAL_SECONDS)
+    seconds = min(settings.cluster.ddp_timeout, ARRIVAL_SECONDS)
     store = connect(launch, seconds)
     start = meet(store, launch, seconds, RankDevice.of(device))
     # Another connection than the watchdog's: the calls of a connection wait for each other.
@@ -144,17 +144,17 @@ def compare_software(ctx: DistContext) -> None:
     ctx.nodes = sum(is_leader for _, _, is_leader in ranks)
 
 
-def configure_torch(args: Arguments, ctx: DistContext) -> None:
+def configure_torch(settings: Settings, ctx: DistContext) -> None:
     """Set TF32, and what --deterministic and --compile ask for."""
     # Use TF32 tensor cores for fp32 where available. NVIDIA's variable disables them in its
     # libraries; on a CPU it has no effect of its own, and PyTorch would use the CPU's TF32.
     tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
-    torch.use_deterministic_algorithms(args.deterministic)
+    torch.use_deterministic_algorithms(settings.training.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
-    if args.compile:
-        configure_compiler(ctx.device, args.configured_strategy.hooks_between_layers)
+    if settings.model.compile:
+        configure_compiler(ctx.device, settings.parallelism.configured.hooks_between_layers)
 
 
 def replace_all_reduce(model: DistributedDataParallel) -> None:
@@ -162,11 +162,11 @@ def replace_all_reduce(model: DistributedDataParallel) -> None:
     model.register_comm_hook(None, noop_hook)
 
 
-def group_options(args: Arguments, ctx: DistContext) -> dict[str, Any]:
+def group_options(settings: Settings, ctx: DistContext) -> dict[str, Any]:
     """Return keyword arguments of `dist.init_process_group`: `backend`, and maybe `device_id`."""
     if ctx.backend != "nccl":
         return {"backend": ctx.backend}
-    return args.configured_strategy.group_options(ctx.device, ctx.world_size)
+    return settings.parallelism.configured.group_options(ctx.device, ctx.world_size)
 
 
 def connect(launch: Launch, seconds: float) -> dist.Store:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from support import process
-from support.cli.arguments import Arguments
 from support.cluster.launch import agent_hosts_store, stopped_before_start
 from support.errors import UserError
 from support.files import atomic
+from support.settings.settings import Settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -88,22 +88,24 @@ def record_end(error: UserError) -> bool:
     return True
 
 
-def restart_values(args: Arguments, folder: Path) -> dict:
+def restart_values(settings: Settings, folder: Path) -> dict:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
     The micro-batch has more than one sequence.
     """
-    total = args.batch_size * args.gradient_accumulation_steps
+    total = settings.training.batch_size * settings.training.gradient_accumulation_steps
     # Half, or the next smaller size of which the global batch is a multiple.
-    size = next(size for size in range(args.batch_size // 2, 0, -1) if total % size == 0)
+    size = next(
+        size for size in range(settings.training.batch_size // 2, 0, -1) if total % size == 0
+    )
     steps = total // size
     return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
 
 
-def continue_restarted(args: Arguments) -> Arguments:
+def continue_restarted(settings: Settings) -> Settings:
     """Return the arguments with the `restart_values` that started this program."""
     values = json.loads(os.environ[process.RESTARTED])
-    strategy = args.configured_strategy.with_micro_batches(
+    strategy = settings.parallelism.configured.with_micro_batches(
         values["batch_size"], values["gradient_accumulation_steps"]
     )
-    return args.replace(**values, configured_strategy=strategy)
+    return settings.replace(**values, configured=strategy)

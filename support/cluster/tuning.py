@@ -24,7 +24,7 @@ from support.units import AMPERE
 if TYPE_CHECKING:
     import torch
 
-    from support.cli.arguments import Arguments
+    from support.settings.settings import Settings
 
 
 # Parameters of glibc's mallopt(3), with their numbers in <malloc.h>.
@@ -40,7 +40,7 @@ def choose_hardware(device: str) -> None:
         gpus.hide_gpus()
 
 
-def tune_process(args: Arguments, launch: Launch) -> None:
+def tune_process(settings: Settings, launch: Launch) -> None:
     """Set what libraries read once, when they are imported: threads, allocator, log levels.
 
     A variable that the user has set keeps its value.
@@ -61,15 +61,15 @@ def tune_process(args: Arguments, launch: Launch) -> None:
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     prefer_own_ninja()
     defaults = {"TOKENIZERS_PARALLELISM": "true", "KINETO_LOG_LEVEL": "99"}  # logs start and end
-    if not args.compile:
+    if not settings.model.compile:
         # torch creates this folder when it is imported, by default an empty one in TMPDIR.
         defaults["TORCHINDUCTOR_CACHE_DIR"] = tempfile.gettempdir()
     # DeepSpeed 0.19.0 to 0.19.4 call nvcc when they are imported on a machine with a GPU, for ops
     # that only inference uses, and fail without nvcc. 0.19.5 prints a warning for each op.
     defaults["DS_IGNORE_CUDA_DETECTION"] = "1"
-    if args.deterministic:
+    if settings.training.deterministic:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it
-    if not args.verbose:
+    if not settings.debug.verbose:
         if not sys.warnoptions:  # PYTHONWARNINGS, or python -W
             warnings.simplefilter("ignore")
         # torch's message about nvcc on a machine without a GPU; bitsandbytes, which peft imports.
@@ -81,7 +81,7 @@ def tune_process(args: Arguments, launch: Launch) -> None:
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
             "DATASETS_VERBOSITY": "error",
         }
-        if args.quiet or not (launch.is_main and sys.stderr.isatty()):
+        if settings.output.quiet or not (launch.is_main and sys.stderr.isatty()):
             bars = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
             defaults |= dict.fromkeys(bars, "1")
     for name, value in defaults.items():

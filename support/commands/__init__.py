@@ -8,17 +8,17 @@ show_sample  --show_sample: prints a training sequence as tokens
 
 from collections.abc import Callable
 
-from support.cli.arguments import Arguments
+from support.settings.settings import Settings
 
 
-def command_of(args: Arguments) -> Callable | None:
+def command_of(settings: Settings) -> Callable | None:
     """Return --check or --show_sample, to be called on all ranks instead of training, or None.
 
     It is a function of (args, ctx) that returns the exit code.
     """
-    if args.check:
+    if settings.command.check:
         from support.commands.check import check as command
-    elif args.show_sample:
+    elif settings.command.show_sample:
         from support.commands.show_sample import show_sample as command
     else:
         return None

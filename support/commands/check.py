@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from support import console
 from support.cli import checks
-from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
 from support.cluster.gpus import require_usable
@@ -33,6 +32,8 @@ from support.memory import fit
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
 from support.process import versions
+from support.settings.data import choose_seq_length
+from support.settings.settings import Settings
 from support.units import GB, MB
 
 OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
@@ -57,7 +58,7 @@ def _line(is_ok: bool, name: str, text: str, remedy: str, status: str = WARNING)
     return Line(OK, name, text) if is_ok else Line(status, name, text, remedy)
 
 
-def check(args: Arguments, ctx: DistContext) -> int:
+def check(settings: Settings, ctx: DistContext) -> int:
     """Run all checks and print their results; all ranks must call it.
 
     Rank 0 prints all of its own results, and of the other ranks those that are not ok.
@@ -67,7 +68,7 @@ def check(args: Arguments, ctx: DistContext) -> int:
         in a run, or 1.
     """
     parts = (_software, _gpu, _compile, _requirements, _nvme, _disk, _limits, _memory, _hub)
-    own_lines = [line for part in parts if (line := part(args, ctx))]
+    own_lines = [line for part in parts if (line := part(settings, ctx))]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
     communication = [_communication(ctx), _rendezvous(ctx)]
@@ -78,7 +79,7 @@ def check(args: Arguments, ctx: DistContext) -> int:
     ranks = f"{ctx.world_size} {'GPU' if ctx.device.type == 'cuda' else 'CPU rank'}"
     ranks += "s" * (ctx.world_size > 1)
     mark, verdict = (PROBLEM, f"{problems} to solve first") if problems else (OK, "it can run")
-    _print([f"{mark} --strategy {args.strategy} on {ranks}: {verdict}"], ctx)
+    _print([f"{mark} --strategy {settings.parallelism.strategy} on {ranks}: {verdict}"], ctx)
     if any(line.status == PROBLEM and line.name == GPU for line in lines):
         return EXIT_USAGE
     return EXIT_FAILED if problems else EXIT_COMPLETED
@@ -103,21 +104,21 @@ def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
 # ------------------------------------------------------------------------------------- this machine
 
 
-def _software(args: Arguments, ctx: DistContext) -> Line:
-    needed = [*IMPORTED, *args.configured_strategy.packages]
+def _software(settings: Settings, ctx: DistContext) -> Line:
+    needed = [*IMPORTED, *settings.parallelism.configured.packages]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     text = ", ".join(f"{name} {number}" for name, number in versions().items())[len("python ") :]
     text += f"; No module named {', '.join(missing)}" if missing else ""
     return _line(not missing, "Python", text, "pip install -r requirements.txt", PROBLEM)
 
 
-def _gpu(args: Arguments, ctx: DistContext) -> Line | None:
+def _gpu(settings: Settings, ctx: DistContext) -> Line | None:
     if ctx.device.type != "cuda":
         try:
             require_usable()
         except UserError as error:
             return Line(PROBLEM, GPU, str(error))
-        found = "not used" if args.device == "cpu" else "none found"
+        found = "not used" if settings.training.device == "cpu" else "none found"
         text = f"{found}; training in {ctx.precision} on {available_cores()} CPU cores"
         return Line(OK, GPU, text)
     gpu = torch.cuda.get_device_properties(ctx.device)
@@ -131,8 +132,8 @@ def _gpu(args: Arguments, ctx: DistContext) -> Line | None:
     return _line(free >= 0.8 * total, GPU, text, remedy)
 
 
-def _compile(args: Arguments, ctx: DistContext) -> Line | None:
-    if not args.compile:
+def _compile(settings: Settings, ctx: DistContext) -> Line | None:
+    if not settings.model.compile:
         return None
     try:
         check_compile(ctx.device.type)
@@ -141,11 +142,11 @@ def _compile(args: Arguments, ctx: DistContext) -> Line | None:
     return Line(OK, "torch.compile", "has a compiler")
 
 
-def _requirements(args: Arguments, ctx: DistContext) -> Line | None:
+def _requirements(settings: Settings, ctx: DistContext) -> Line | None:
     """Check the releases that the strategy needs, DeepSpeed's ops, and what compiles them."""
-    strategy = args.configured_strategy
+    strategy = settings.parallelism.configured
     try:
-        strategy.check_requirements(args.gradient_accumulation_steps)
+        strategy.check_requirements(settings.training.gradient_accumulation_steps)
     except UserError as error:
         return Line(PROBLEM, "requirements", str(error))
     if not strategy.needed_ops():
@@ -154,10 +155,10 @@ def _requirements(args: Arguments, ctx: DistContext) -> Line | None:
     return Line(OK, "DeepSpeed ops", f"the first run compiles {missing}" if missing else "ready")
 
 
-def _nvme(args: Arguments, ctx: DistContext) -> Line | None:
-    if not (args.configured_strategy.needs_nvme and ctx.launch.is_node_leader):
+def _nvme(settings: Settings, ctx: DistContext) -> Line | None:
+    if not (settings.parallelism.configured.needs_nvme and ctx.launch.is_node_leader):
         return None  # only one rank per node: several would share the bandwidth
-    folder = args.nvme_path or tempfile.gettempdir()
+    folder = settings.parallelism.nvme_path or tempfile.gettempdir()
     try:
         written, read = _disk_speed(folder)
     except OSError as error:
@@ -194,14 +195,17 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
-def _disk(args: Arguments, ctx: DistContext) -> Line | None:
+def _disk(settings: Settings, ctx: DistContext) -> Line | None:
     """Check the free space for results, checkpoints and tokens."""
     try:
-        checks.check_export_folder(args)
+        checks.check_export_folder(settings)
     except UserError as error:
         return Line(PROBLEM, "output", str(error))
     free = {}
-    for folder in (Path(args.output_dir or "runs"), cache_folder(args.cache_dir)):
+    for folder in (
+        Path(settings.output.output_dir or "runs"),
+        cache_folder(settings.data.cache_dir),
+    ):
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
         free[folder] = shutil.disk_usage(existing).free
     text = "; ".join(f"{folder} {size / GB:.1f} GB free" for folder, size in free.items())
@@ -213,39 +217,43 @@ def _disk(args: Arguments, ctx: DistContext) -> Line | None:
     return _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
 
 
-def _limits(args: Arguments, ctx: DistContext) -> Line | None:
+def _limits(settings: Settings, ctx: DistContext) -> Line | None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy, status = "ulimit -n 65536 before the run", PROBLEM if files < 128 else WARNING
     return _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
 
 
-def _memory(args: Arguments, ctx: DistContext) -> Line | None:
+def _memory(settings: Settings, ctx: DistContext) -> Line | None:
     limits = fit.memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
     capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
-        model = find_architecture(args.model)
-        args = args.replace(seq_length=choose_seq_length(args, model.limit))
-        work = fit.planned_work(args, ctx, model)
+        model = find_architecture(settings.model.model)
+        settings = settings.replace(
+            seq_length=choose_seq_length(
+                settings.data.seq_length, settings.model.model, model.limit
+            )
+        )
+        work = fit.planned_work(settings, ctx, model)
     except UserError as error:
         return Line(WARNING, "memory", f"{capacity}; not planned", str(error))
-    estimate = predict(work, args.strategy)
+    estimate = predict(work, settings.parallelism.strategy)
     text = f"planned {estimate.total / GB:.1f} of {capacity}"
     if limits.host and estimate.host:
         host = estimate.host * limits.ranks_per_node
         text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
     fits = limits.hold(estimate)
-    ways = [] if fits else fit.remedies(work, args.strategy, limits)
+    ways = [] if fits else fit.remedies(work, settings.parallelism.strategy, limits)
     remedy = f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py"
     return _line(fits, "memory", text, remedy, PROBLEM)
 
 
-def _hub(args: Arguments, ctx: DistContext) -> Line | None:
-    if args.hub_problem:
-        return Line(PROBLEM, "hub", args.hub_problem)
+def _hub(settings: Settings, ctx: DistContext) -> Line | None:
+    if settings.hub.problem:
+        return Line(PROBLEM, "hub", settings.hub.problem)
     answers = f"{redact(os.environ.get('HF_ENDPOINT', 'https://huggingface.co'))} answers"
     local = "not needed: the model and the dataset are local or cached"
-    return Line(OK, "hub", local if args.hub_offline else answers)
+    return Line(OK, "hub", local if settings.hub.offline else answers)
 
 
 # --------------------------------------------------------------------------------- between machines

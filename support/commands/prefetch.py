@@ -4,7 +4,6 @@ import sys
 from typing import NoReturn
 
 from support import console
-from support.cli.arguments import Arguments, datasets_of
 from support.cli.checks import is_local_dataset, names_on_hub
 from support.cluster.launch import Launch
 from support.cluster.process_group import single_process
@@ -13,28 +12,31 @@ from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.cache import cache_folder, huggingface_home
 from support.model import resolve as models
+from support.settings.settings import Settings
 
 
-def prefetch(args: Arguments, launch: Launch) -> NoReturn:
+def prefetch(settings: Settings, launch: Launch) -> NoReturn:
     """Download the model and the dataset, tokenize the dataset, and exit.
 
     A run with the same flags then needs no network; HF_HUB_OFFLINE=1 prevents it from trying to
     reach the hub. With --streaming a dataset of the hub is not downloaded.
     """
     with single_process(launch) as ctx:
-        remote, _ = names_on_hub(args)
+        remote, _ = names_on_hub(settings)
         verb = "Downloading, unless it is in the cache," if remote else "Reading"
-        console.print0(f"⏳ {verb} {args.model}")
-        tokenizer, _ = models.find_tokenizer(args, ctx)
-        if not args.streaming:
-            announce(args)
-            for name, _ in datasets_of(args):
-                tokenize_corpus(args, ctx, tokenizer, name)
-        elif not is_local_dataset(args.dataset):
-            console.warn(f"--streaming reads {args.dataset} from the hub while it trains.")
+        console.print0(f"⏳ {verb} {settings.model.model}")
+        tokenizer, _ = models.find_tokenizer(settings, ctx)
+        if not settings.data.streaming:
+            announce(settings)
+            for name, _ in settings.data.dataset:
+                tokenize_corpus(settings, ctx, tokenizer, name)
+        elif not is_local_dataset(settings.data.dataset_name):
+            console.warn(
+                f"--streaming reads {settings.data.dataset_name} from the hub while it trains."
+            )
         console.print0(
             f"✅ Prefetched: files of the hub are in {huggingface_home()}, tokens in "
-            f"{cache_folder(args.cache_dir)}. With HF_HUB_OFFLINE=1 a run with these flags needs "
+            f"{cache_folder(settings.data.cache_dir)}. With HF_HUB_OFFLINE=1 a run with these flags needs "
             "no network."
         )
     sys.exit(EXIT_COMPLETED)

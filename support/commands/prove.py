@@ -18,7 +18,6 @@ import torch
 
 from support import PROJECT, programs
 from support.checkpoints.convert import OwnCheckpoint
-from support.cli.arguments import Arguments
 from support.cli.flags import GROUPS
 from support.cli.run_file import as_yaml
 from support.cluster.failures import StopSignal
@@ -27,6 +26,7 @@ from support.cluster.launch import free_port
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
+from support.settings.settings import DEFAULTS, Settings
 from support.text_tables import text_table
 
 PYTHON = sys.executable  # tests replace it
@@ -77,24 +77,26 @@ class Step(NamedTuple):
     checkpoint: OwnCheckpoint  # the weights and moments after the step
 
 
-def prove(args: Arguments) -> int:
+def prove(settings: Settings) -> int:
     """Make the step in all ways, print how they differ, and return the exit code."""
     StopSignal().install()  # a signal raises an exception, so that everything is cleaned up
-    args = args.replace(max_grad_norm=args.max_grad_norm or 1.0)
+    settings = settings.replace(max_grad_norm=settings.training.max_grad_norm or 1.0)
     require_usable()
     # Without a number the flag is True.
-    ranks = usable_gpus() or 2 if args.prove is True else int(args.prove or 0)
+    ranks = (
+        usable_gpus() or 2 if settings.command.prove is True else int(settings.command.prove or 0)
+    )
     print("🔎 One step in fp32, without dropout", flush=True)
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
     rows, problems, reference = [], [], None
     try:
-        for number, way in enumerate(ways_of(args, ranks)):
+        for number, way in enumerate(ways_of(settings, ranks)):
             print(f"⏳ {way.name}", flush=True)
             output = temporary.path / str(number)
-            run(way, args, output)
-            step = step_of(output, args)
+            run(way, settings, output)
+            step = step_of(output, settings)
             reference = reference or step
-            differences, norm, worst = compare(reference, step, args.lr)
+            differences, norm, worst = compare(reference, step, settings.training.lr)
             numbers = [f"{value:.1e}" if number else "–" for value in differences.values()]
             row = [way.name, f"{step.loss:.7f}", numbers[0], f"{norm:.6f}", *numbers[1:3]]
             rows.append([*row, worst if number else "", numbers[3]])
@@ -112,7 +114,7 @@ def prove(args: Arguments) -> int:
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
-def ways_of(args: Arguments, ranks: int) -> list[Way]:
+def ways_of(settings: Settings, ranks: int) -> list[Way]:
     """Return the ways to make the step, the reference first."""
     size = math.ceil(SEQUENCES / (2 * ranks))  # two micro-batches of each rank
     count = 2 * ranks * size
@@ -123,7 +125,7 @@ def ways_of(args: Arguments, ranks: int) -> list[Way]:
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
     torchrun = [*torchrun, f"--master_port={free_port()}"] if ranks > 1 else []
     whole, parts = f"{count} at once", f"{count} × 1 accumulated"
-    name = f"{ranks} rank{'s' * (ranks > 1)} of {args.strategy}, 2 × {size} each"
+    name = f"{ranks} rank{'s' * (ranks > 1)} of {settings.parallelism.strategy}, 2 × {size} each"
     return [
         Way(f"1 process, {whole}", [SCRIPT], at_once),
         Way(f"1 process, {parts}", [SCRIPT], accumulated),
@@ -134,13 +136,13 @@ def ways_of(args: Arguments, ranks: int) -> list[Way]:
     ]
 
 
-def run(way: Way, args: Arguments, output: Path) -> None:
+def run(way: Way, settings: Settings, output: Path) -> None:
     """Run a way as a child process, which writes to the folder `output`."""
-    kept = {name: value for name, value in vars(args).items() if name in KEPT}
-    kept |= {"fsdp": args.fsdp, "mixture": args.mixture, "max_grad_norm": args.max_grad_norm}
-    settings = Arguments(**{**kept, **SETTINGS, **way.flags}, output_dir=str(output))
+    kept = {name: value for name, value in settings.flags().items() if name in KEPT}
+    kept |= {"fsdp": settings.trainer.fsdp, "max_grad_norm": settings.training.max_grad_norm}
+    flags = {**DEFAULTS, **kept, **SETTINGS, **way.flags, "output_dir": str(output)}
     run_file = output.with_suffix(".yaml")
-    run_file.write_text(as_yaml(settings), encoding="utf-8")
+    run_file.write_text(as_yaml(flags, sources={}), encoding="utf-8")
     env = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
     env["TMPDIR"] = str(output.parent)  # torchrun leaves a folder there
     if torch.cuda.is_available():
@@ -150,19 +152,21 @@ def run(way: Way, args: Arguments, output: Path) -> None:
     command = [PYTHON, *map(str, way.command), "--config", str(run_file)]
     code, log = programs.run_program(command, env)
     if code:
-        if args.verbose:
+        if settings.debug.verbose:
             print(log)
         kind: type[UserError] = {2: UserError, 3: OutOfMemory}.get(code, TrainingError)
         raise kind(f"{way.name}: {last_error(log) or f'exit code {code}'}")
 
 
-def step_of(folder: Path, args: Arguments) -> Step:
+def step_of(folder: Path, settings: Settings) -> Step:
     """Return the step of a run."""
     record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
     # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
-    clipping = max(1, (record["grad_norm"] + 1e-6) / args.max_grad_norm)
-    return Step(record["loss"], clipping / (1 - args.adam_beta1), OwnCheckpoint(folder))
+    clipping = max(1, (record["grad_norm"] + 1e-6) / settings.training.max_grad_norm)
+    return Step(
+        record["loss"], clipping / (1 - settings.training.adam_beta1), OwnCheckpoint(folder)
+    )
 
 
 def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:

@@ -3,31 +3,34 @@
 from typing import Any
 
 from support import console
-from support.cli.arguments import Arguments, choose_seq_length
 from support.cluster.context import DistContext
 from support.data.opening import open_tokenized
 from support.data.sequences import Padding, micro_batch
 from support.errors import EXIT_COMPLETED
 from support.model import resolve as models
+from support.settings.data import choose_seq_length
+from support.settings.settings import Settings
 from support.units import IGNORED
 
 
-def show_sample(args: Arguments, ctx: DistContext) -> int:
+def show_sample(settings: Settings, ctx: DistContext) -> int:
     """Tokenize the dataset and print its first training sequence; return the exit code."""
-    tokenizer, positions = models.find_tokenizer(args, ctx)
-    args = args.replace(seq_length=choose_seq_length(args, positions))
-    if args.streaming:
+    tokenizer, positions = models.find_tokenizer(settings, ctx)
+    settings = settings.replace(
+        seq_length=choose_seq_length(settings.data.seq_length, settings.model.model, positions)
+    )
+    if settings.data.streaming:
         from support.data import streaming
 
-        stream, _, _ = streaming.open_stream(args, ctx, tokenizer)
+        stream, _, _ = streaming.open_stream(settings, ctx, tokenizer)
         parts = stream.first_sequence()
     else:
-        train, _, _ = open_tokenized(args.replace(eval_only=False), ctx, tokenizer)
+        train, _, _ = open_tokenized(settings.replace(eval_only=False), ctx, tokenizer)
         parts = train.parts(0)
     if ctx.is_main:
         # Without padding, whose id may be that of a token at the end.
         length = sum(len(ids) for ids, _ in parts)
-        padding = Padding.of(args, ctx.device.type)
+        padding = Padding.of(settings, ctx.device.type)
         inputs, labels = (row[0, :length].tolist() for row in micro_batch([parts], padding)[:2])
         for line in describe(inputs, labels, tokenizer):
             console.write(line)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from support import console
-from support.cli.arguments import Arguments, global_batch
 from support.data.sequences import MicroBatch, Sequences
+from support.settings.settings import Settings
 from support.train_state import NEW_RUN, TrainState
 from support.units import IGNORED
 
@@ -21,7 +21,7 @@ def steps_of(num_sequences: int, batch: int) -> int:
 
 
 def total_steps(
-    args: Arguments, world_size: int, num_sequences: int, step: int = 0, samples: int = 0
+    settings: Settings, world_size: int, num_sequences: int, step: int = 0, samples: int = 0
 ) -> int:
     """Return the number of optimizer steps of the whole run, including those before a resume.
 
@@ -29,12 +29,14 @@ def total_steps(
         num_sequences: sequences in an epoch.
         step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
-    if args.epochs is None and args.max_steps:
-        return args.max_steps
-    batch = global_batch(args, world_size)
-    epochs_left, rest = divmod(max(0, (args.epochs or 1) * num_sequences - samples), num_sequences)
+    if settings.training.epochs is None and settings.training.max_steps:
+        return settings.training.max_steps
+    batch = settings.training.global_batch(world_size)
+    epochs_left, rest = divmod(
+        max(0, (settings.training.epochs or 1) * num_sequences - samples), num_sequences
+    )
     total = step + epochs_left * steps_of(num_sequences, batch) + steps_of(rest, batch)
-    return min(total, args.max_steps or total)
+    return min(total, settings.training.max_steps or total)
 
 
 @dataclass
@@ -46,21 +48,21 @@ class StepBatch:
     state: Any = None  # with --streaming the position of the stream after this step
 
 
-def train_state(counters: dict, train: Any, args: Arguments, world_size: int) -> TrainState:
+def train_state(counters: dict, train: Any, settings: Settings, world_size: int) -> TrainState:
     """Return the state of training from the counters of a checkpoint, or from NEW_RUN.
 
     Args:
         train: training sequences, or a Stream.
     """
     sequences = max(1, train.num_sequences)  # --eval_only may have none
-    steps = total_steps(args, world_size, sequences, counters["step"], counters["samples"])
+    steps = total_steps(settings, world_size, sequences, counters["step"], counters["samples"])
     return TrainState(
-        total_steps=0 if args.eval_only else steps,
+        total_steps=0 if settings.training.eval_only else steps,
         num_sequences=sequences,
-        global_batch=global_batch(args, world_size),
-        evaluates=args.eval,
-        eval_every=args.eval_every,
-        patience=args.early_stopping_patience,
+        global_batch=settings.training.global_batch(world_size),
+        evaluates=settings.training.eval,
+        eval_every=settings.training.eval_every,
+        patience=settings.training.early_stopping_patience,
         first_step=counters["step"],
         **{name: counters[name] for name in NEW_RUN},
     )

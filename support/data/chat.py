@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
-from support.cli.arguments import Arguments
 from support.data.special_tokens import start_of
 from support.errors import UserError, first_line
 from support.files.user_files import shown
+from support.settings.settings import Settings
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
 # (if the tokenizer has one) after each answer.
@@ -405,11 +405,11 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
     return Prompt(ids, is_chat, len(start))
 
 
-def prompt_for(args: Arguments, tokenizer: Any, dataset: dict) -> Prompt:
+def prompt_for(settings: Settings, tokenizer: Any, dataset: dict) -> Prompt:
     """Return the prompt of --generate: in the chat template if conversations were trained.
 
     Base models have a chat template, too, so an evaluation only is the other case that uses it.
     """
     kind = dataset.get("kind")  # None before a stream's first row
-    as_chat = kind == "chat" or (args.eval_only and kind != "pair")
-    return prompt_of(args.generate or "", tokenizer, as_chat)
+    as_chat = kind == "chat" or (settings.training.eval_only and kind != "pair")
+    return prompt_of(settings.output.generate or "", tokenizer, as_chat)

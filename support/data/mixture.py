@@ -6,32 +6,34 @@ from typing import Any
 import numpy as np
 
 from support import console
-from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
 from support.data.sequences import Sequences, shares_of
 from support.data.token_file import TokenFile
 from support.errors import UserError
 from support.files.atomic import digest_of_json
+from support.settings.settings import Settings
 
 
 def open_mixture(
-    args: Arguments, ctx: DistContext, tokenizer: Any
+    settings: Settings, ctx: DistContext, tokenizer: Any
 ) -> tuple[Sequences, Sequences, dict]:
     """Do what `opening.open_tokenized` does for several datasets."""
     # All training sequences of each, also with --eval_only.
-    whole = args.replace(num_samples=None, eval_only=False)
+    whole = settings.replace(num_samples=None, eval_only=False)
     datasets, validations, entries = [], [], []
-    for name, _ in args.mixture:
+    for name, _ in settings.data.dataset:
         console.print0(f"📂 {name}")
         train, validation, entry = open_corpus(whole, ctx, tokenizer, name)
         datasets.append(train)
         validations.append(validation)
         entries.append(entry)
-    weights = [Fraction(weight) for _, weight in args.mixture if weight]
+    weights = [Fraction(weight) for _, weight in settings.data.dataset if weight]
     mixture = mix(datasets, weights)
-    mixture = mixture.take(args.num_samples or mixture.num_sequences)
-    for named, (_, count), entry in zip(args.mixture, mixture.shares, entries, strict=True):
+    mixture = mixture.take(settings.data.num_samples or mixture.num_sequences)
+    for named, (_, count), entry in zip(
+        settings.data.dataset, mixture.shares, entries, strict=True
+    ):
         if not count:
             raise UserError(
                 f"--dataset {named} has less than one sequence in an epoch of "
@@ -40,11 +42,11 @@ def open_mixture(
         entry |= {"weight": named.weight, "blocks_per_epoch": count}
         share = count / mixture.num_sequences
         console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
-    evaluated = validations[0] if args.validation_file else mix(validations)
+    evaluated = validations[0] if settings.data.validation_file else mix(validations)
     held_out = [entry["validation"].get("sha256") for entry in entries]
     kinds = {entry["kind"] for entry in entries}
     facts = {
-        "name": args.dataset,
+        "name": settings.data.dataset_name,
         "kind": kinds.pop() if len(kinds) == 1 else "mixed",
         "formats": list(dict.fromkeys(name for entry in entries for name in entry["formats"])),
         **{key: sum(e[key] for e in entries) for key in ("rows", "tokens", "truncated", "skipped")},

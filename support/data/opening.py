@@ -2,13 +2,13 @@
 
 from typing import Any, NamedTuple
 
-from support.cli.arguments import Arguments
 from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
 from support.data.sequences import Sequences
 from support.data.sources import announce
 from support.errors import UserError
+from support.settings.settings import Settings
 
 NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one sequence, --validation_split 0, or a stream "
@@ -24,7 +24,7 @@ class Datasets(NamedTuple):
     facts: dict[str, Any]  # the dataset's entry in results.json
 
 
-def open_stream(args: Arguments, ctx: DistContext, tokenizer: Any) -> Datasets:
+def open_stream(settings: Settings, ctx: DistContext, tokenizer: Any) -> Datasets:
     """Open the corpus of --streaming, which is read and tokenized while training.
 
     Raises:
@@ -32,25 +32,27 @@ def open_stream(args: Arguments, ctx: DistContext, tokenizer: Any) -> Datasets:
     """
     from support.data import streaming
 
-    return Datasets(*streaming.open_stream(args, ctx, tokenizer))
+    return Datasets(*streaming.open_stream(settings, ctx, tokenizer))
 
 
-def open_tokenized(args: Arguments, ctx: DistContext, tokenizer: Any) -> Datasets:
+def open_tokenized(settings: Settings, ctx: DistContext, tokenizer: Any) -> Datasets:
     """Tokenize the corpus, or find its tokens in the cache, and cut them into sequences.
 
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
-    announce(args)
-    if args.mixture and not (args.eval_only and args.validation_file):
+    announce(settings)
+    if len(settings.data.dataset) > 1 and not (
+        settings.training.eval_only and settings.data.validation_file
+    ):
         from support.data.mixture import open_mixture
 
-        return Datasets(*open_mixture(args, ctx, tokenizer))
-    return Datasets(*open_corpus(args, ctx, tokenizer, args.dataset))
+        return Datasets(*open_mixture(settings, ctx, tokenizer))
+    return Datasets(*open_corpus(settings, ctx, tokenizer, settings.data.dataset_name))
 
 
-def check_validation(validation: Sequences, args: Arguments) -> None:
+def check_validation(validation: Sequences, settings: Settings) -> None:
     """Check that there is something to evaluate on if a flag needs evaluations."""
-    needed = [flag for flag in NEED_EVALUATIONS if getattr(args, flag)]
+    needed = [flag for flag in NEED_EVALUATIONS if settings.flags()[flag]]
     if needed and not validation.num_sequences:
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")

@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from support.cli.arguments import Arguments
 from support.data.rows import (
     BadRow,
     PlacedRows,
@@ -32,15 +31,19 @@ from support.errors import UserError, first_line
 from support.files.atomic import sha256_of
 from support.files.folders import files_of
 from support.files.user_files import shown
+from support.settings.settings import Settings
 
 Item = TypeVar("Item")
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 
 
-def open_files(name: str, args: Arguments, options: RowOptions) -> Source:
+def open_files(name: str, settings: Settings, options: RowOptions) -> Source:
     """Open a file, or the files of a folder, and compute the digest of their content."""
-    files, digest = files_of(Path(name), name, args.include), hashlib.sha256(repr(options).encode())
+    files, digest = (
+        files_of(Path(name), name, settings.data.include),
+        hashlib.sha256(repr(options).encode()),
+    )
     times = {}
     for file in files:
         with reading(file):

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 from support import console
-from support.cli.arguments import Arguments, held_out_share
 from support.data.row_files import reading
 from support.data.rows import (
     BadRow,
@@ -23,6 +22,7 @@ from support.data.rows import (
 )
 from support.errors import UserError, refused_as
 from support.files.atomic import digest_of_json
+from support.settings.settings import Settings
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 
@@ -33,27 +33,27 @@ def loading(name: str) -> contextlib.AbstractContextManager[None]:
     return refused_as(f"{problem}loaded from the hub", longest=200)
 
 
-def builder_of(name: str, args: Arguments, revision: str | None) -> Any:
+def builder_of(name: str, settings: Settings, revision: str | None) -> Any:
     """Return the `datasets.DatasetBuilder` of a dataset on the hub; its hash is the commit."""
     import datasets
 
     if not console.on_terminal():
         datasets.disable_progress_bars()
-    config = args.dataset_config
+    config = settings.data.dataset_config
     if name == "wikitext":
         name, config = WIKITEXT, config or "wikitext-2-raw-v1"
     with loading(name):
         return datasets.load_dataset_builder(name, config, revision=revision)
 
 
-def open_hub(name: str, args: Arguments, options: RowOptions, needs_train: bool) -> Source:
+def open_hub(name: str, settings: Settings, options: RowOptions, needs_train: bool) -> Source:
     """Download a dataset of the hub, unless it is in the cache, and open its splits.
 
     Args:
         needs_train: open the training split also if nothing of it is held out.
     """
-    revision, offline = args.dataset_revision, os.environ.get("HF_HUB_OFFLINE") == "1"
-    builder = builder_of(name, args, revision)
+    revision, offline = settings.data.dataset_revision, os.environ.get("HF_HUB_OFFLINE") == "1"
+    builder = builder_of(name, settings, revision)
     # Offline, the library loads the newest commit that is in its cache.
     if revision and offline and not str(builder.hash).startswith(revision):
         raise UserError(
@@ -62,12 +62,12 @@ def open_hub(name: str, args: Arguments, options: RowOptions, needs_train: bool)
         )
     with loading(name):
         builder.download_and_prepare()
-        wanted = {"train": args.train_split or "train"}
+        wanted = {"train": settings.data.train_split or "train"}
         # A split that is trained on is not evaluated on, unless it is named.
         unused = not re.search(r"\bvalidation\b", wanted["train"])
-        if args.eval_split or ("validation" in builder.info.splits and unused):
-            wanted["validation"] = args.eval_split or "validation"
-        if not needs_train and "validation" in wanted and held_out_share(args) is None:
+        if settings.data.eval_split or ("validation" in builder.info.splits and unused):
+            wanted["validation"] = settings.data.eval_split or "validation"
+        if not needs_train and "validation" in wanted and settings.data.held_out_share is None:
             del wanted["train"]
         tables = {role: builder.as_dataset(split=split) for role, split in wanted.items()}
     flag = f"--dataset {name}"

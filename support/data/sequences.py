@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from support.cli.arguments import Arguments
 from support.data.token_file import TokenFile
+from support.settings.settings import Settings
 from support.units import IGNORED
 
 # Inputs, labels, and the positions of the tokens in their documents (None: not isolated), each
@@ -38,12 +38,13 @@ class Padding(NamedTuple):
     multiple: int
 
     @classmethod
-    def of(cls, args: Arguments, device_type: str) -> Padding:
+    def of(cls, settings: Settings, device_type: str) -> Padding:
         """Return the padding of a run on a type of device ("cpu" or "cuda")."""
         # --compile compiles each length anew; --simulate_gpus must show the largest memory use.
-        whole = args.compile or args.simulate_gpus
+        whole = settings.model.compile or settings.debug.simulate_gpus
         return cls(
-            args.seq_length, args.seq_length if whole else 64 if device_type == "cuda" else 8
+            settings.data.seq_length,  # type: ignore
+            settings.data.seq_length if whole else 64 if device_type == "cuda" else 8,
         )
 
     def length(self, longest: np.ndarray | int) -> np.ndarray:

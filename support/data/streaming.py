@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support import console
-from support.cli.arguments import Arguments, global_batch, isolates_documents
 from support.cli.checks import is_local_dataset
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data import batches, tokenize
@@ -39,6 +38,7 @@ from support.data.sources import announce
 from support.data.special_tokens import document_start, end_finder
 from support.errors import TrainingError, UserError, redact
 from support.files.folders import files_of
+from support.settings.settings import Settings
 
 COMPARED_BYTES = 1 << 16  # of the beginning and the end of a file, in the digest of a stream
 STEPS_AHEAD = 5  # besides the one of `copy_ahead`; a few, because slots refill in different steps
@@ -78,9 +78,11 @@ class Unit(NamedTuple):
 class Stream:
     """The training sequences of --streaming."""
 
-    def __init__(self, args: Arguments, ctx: DistContext, tokenizer: Any, source: Source) -> None:
-        self.args, self.ctx, self.tokenizer, self.source = args, ctx, tokenizer, source
-        self.padding = Padding.of(args, ctx.device.type)
+    def __init__(
+        self, settings: Settings, ctx: DistContext, tokenizer: Any, source: Source
+    ) -> None:
+        self.settings, self.ctx, self.tokenizer, self.source = settings, ctx, tokenizer, source
+        self.padding = Padding.of(settings, ctx.device.type)
         self.state = NEW_STREAM  # after the step in progress
         self.bad: dict[str, None] = {}  # lines about bad rows in their order, also before a resume
         self.kinds = copy.deepcopy(NO_KIND)
@@ -90,23 +92,30 @@ class Stream:
         self.ends = dict(NO_ENDS)
         # The ids before the first document, and before each later one.
         self.first, self.later = (document_start(tokenizer, is_first) for is_first in (True, False))
-        self.num_slots = global_batch(args, ctx.world_size)
+        self.num_slots = settings.training.global_batch(ctx.world_size)
         self.order_of_group = functools.lru_cache(2)(
-            lambda group: np.random.default_rng([args.seed, group]).permutation(self.num_slots)
+            lambda group: np.random.default_rng([settings.training.seed, group]).permutation(
+                self.num_slots
+            )
         )
-        self.num_sequences = (args.max_steps or 0) * self.num_slots  # of the run, without epochs
-        all_ranks = args.batch_size * ctx.world_size
+        self.num_sequences = (
+            settings.training.max_steps or 0
+        ) * self.num_slots  # of the run, without epochs
+        all_ranks = settings.training.batch_size * ctx.world_size
         # The numbers of the slots of this rank, for each micro-batch.
         self.layout = [
-            range(first, first + args.batch_size)
-            for first in range(ctx.rank * args.batch_size, self.num_slots, all_ranks)
+            range(first, first + settings.training.batch_size)
+            for first in range(ctx.rank * settings.training.batch_size, self.num_slots, all_ranks)
         ]
         numbers = list(itertools.chain.from_iterable(self.layout))
         self.slots: dict[int, dict[str, Any]] = {n: copy.deepcopy(NEW_SLOT) for n in numbers}
         self.waiting: dict[int, deque[Unit]] = {n: deque() for n in numbers}
         self.sequences = {n: self._sequences_of(n) for n in numbers}
         self.units, self.last, self.rows_in_pass = self._read_units(START), START, 0
-        self.facts: dict[str, Any] = {"name": args.dataset, "sha256": source.fingerprint}
+        self.facts: dict[str, Any] = {
+            "name": settings.data.dataset_name,
+            "sha256": source.fingerprint,
+        }
         self.facts |= {"streaming": True, "tokens": None, "blocks": None}  # for results.json
         self._ahead = read_ahead(self._read_steps(), STEPS_AHEAD)
         self._live: Iterator[batches.StepBatch] | None = None
@@ -193,7 +202,9 @@ class Stream:
         while True:
             sequences = [[next(self.sequences[n]) for n in numbers] for numbers in self.layout]
             tokens = sum(len(ids) for some in sequences for parts in some for ids, _ in parts)
-            stacked = [micro_batch(some, self.padding, self.args.packing) for some in sequences]
+            stacked = [
+                micro_batch(some, self.padding, self.settings.data.packing) for some in sequences
+            ]
             yield batches.StepBatch(stacked, tokens, self._state_of_reading())
 
     def _state_of_reading(self) -> dict[str, Any]:
@@ -213,10 +224,10 @@ class Stream:
         Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and
         then used one by one; then the next chunk follows.
         """
-        args, slot = self.args, self.slots[number]
+        settings, slot = self.settings, self.slots[number]
         resumes, refused = slot["chunk"] > 0, 0  # the chunk is cut again
         rest, offset = list[Ids](), slot["offset"]
-        full = max(1, args.shuffle_buffer // self.num_slots)  # sequences of a chunk
+        full = max(1, settings.data.shuffle_buffer // self.num_slots)  # sequences of a chunk
         while True:
             chunk = slot["chunk"] + (not resumes)
             # The first chunks differ in size, so that not all slots refill in the same step.
@@ -237,11 +248,13 @@ class Stream:
                     )
             reader, at, _ = rest[0]
             sequences, rest = cut
-            order = np.random.default_rng([args.seed, number, chunk]).permutation(len(sequences))
+            order = np.random.default_rng([settings.training.seed, number, chunk]).permutation(
+                len(sequences)
+            )
             used = slot["used"] if resumes else 0
             slot |= {"reader": reader, "offset": at, "chunk": chunk, "used": used}
             resumes = False
-            isolated = isolates_documents(args) and self.kinds["kind"] == "text"
+            isolated = settings.data.isolates_documents and self.kinds["kind"] == "text"
             end_of_text = self.tokenizer.eos_token_id if isolated else None
             for index in order[used:]:
                 slot["used"] += 1
@@ -251,12 +264,17 @@ class Stream:
         self, rest: list[Ids], size: int
     ) -> tuple[list[list[np.ndarray]], list[Ids]] | None:
         """Return about `size` sequences, and the rows of the next chunk; None: more are needed."""
-        tokens, needed = sum(len(ids) - at for _, at, ids in rest), size * self.args.seq_length
-        if self.args.packing:  # as many examples as there is room for, and the next one
+        tokens, needed = (
+            sum(len(ids) - at for _, at, ids in rest),
+            size * self.settings.data.seq_length,
+        )
+        if self.settings.data.packing:  # as many examples as there is room for, and the next one
             if tokens <= needed:
                 return None
             examples = [ids for _, _, ids in rest[:-1]]
-            members, ends = pack(np.array([len(ids) for ids in examples]), self.args.seq_length)
+            members, ends = pack(
+                np.array([len(ids) for ids in examples]), self.settings.data.seq_length
+            )
             packed = [[examples[n] for n in part] for part in np.split(members, ends[:-1])]
             return packed, rest[-1:]
         if self.kinds["kind"] != "text":
@@ -314,7 +332,7 @@ class Stream:
         """Return the ids of a row as `sequences` stores them, or None if it cannot be used."""
         flaw, ids = "", None
         if unit.row.kind == "text":
-            if self.args.packing:
+            if self.settings.data.packing:
                 raise UserError(TEXT_IS_PACKED)
             # A row is one piece, or several if it is long.
             pieces = [unit.piece] if unit.piece else list(self.documents.pieces(unit.row.pieces))
@@ -331,7 +349,7 @@ class Stream:
             if isinstance(encoded, BadRow):
                 self._refuse(encoded, unit.state["pass"])
                 return None
-            ids = encoded[: self.args.seq_length]
+            ids = encoded[: self.settings.data.seq_length]
             flaw = "truncated" if len(encoded) > len(ids) else ""
             if not (ids[1:] >= 0).any():  # no target remains
                 ids, flaw = None, "skipped"
@@ -351,7 +369,7 @@ class Stream:
         line = redact(str(row))  # checkpoints contain it
         if passes == 0 and line not in self.bad:
             self.bad[line] = None
-            tokenize.check_bad_rows(list(self.bad), self.args.max_bad_rows)
+            tokenize.check_bad_rows(list(self.bad), self.settings.data.max_bad_rows)
 
 
 def read_ahead(
@@ -374,7 +392,7 @@ def read_ahead(
 
 
 def open_stream(
-    args: Arguments, ctx: DistContext, tokenizer: Any
+    settings: Settings, ctx: DistContext, tokenizer: Any
 ) -> tuple[Stream, Sequences, dict]:
     """Open the training stream and --validation_file; every rank must call it.
 
@@ -384,16 +402,16 @@ def open_stream(
         UserError: see `open_for_streaming`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
-    announce(args)
-    source = open_for_streaming(args, RowOptions.of(args, tokenizer), ctx)
+    announce(settings)
+    source = open_for_streaming(settings, RowOptions.of(settings, tokenizer), ctx)
     require_equal_on_all_ranks(ctx.all_gather(source.fingerprint), "The corpus")
-    train = Stream(args, ctx, tokenizer, source)
+    train = Stream(settings, ctx, tokenizer, source)
     validation = Sequences.none(train.padding)
-    if args.validation_file:
-        alone = args.replace(validation_file=None, eval_only=False)
-        prepared = tokenize.tokenize_corpus(alone, ctx, tokenizer, args.validation_file)
-        validation, facts = open_split(prepared, "train", args, train.padding)
-        if args.packing:
+    if settings.data.validation_file:
+        alone = settings.replace(validation_file=None, eval_only=False)
+        prepared = tokenize.tokenize_corpus(alone, ctx, tokenizer, settings.data.validation_file)
+        validation, facts = open_split(prepared, "train", settings, train.padding)
+        if settings.data.packing:
             validation = validation.pack()
             facts["blocks"] = validation.num_sequences
         train.facts["validation"] = {**facts, "bad_rows": prepared["bad_rows"]}
@@ -432,17 +450,19 @@ def _check_unchanged(known: dict[Path, tuple[int, bytes]], file: Path) -> None:
     )
 
 
-def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -> Source:
+def open_for_streaming(settings: Settings, options: RowOptions, ctx: DistContext) -> Source:
     """Open the training split of --dataset for --streaming; every rank must call it.
 
     The fingerprint covers the beginnings and ends of files, which are never read completely.
     """
-    name = args.dataset
-    digest = hashlib.sha256(f"{args.dataset_config}\0{args.text_column}".encode())
-    if args.prompt_column or args.completion_column:  # checkpoints of runs without them stay valid
+    name = settings.data.dataset_name
+    digest = hashlib.sha256(f"{settings.data.dataset_config}\0{settings.data.text_column}".encode())
+    if (
+        settings.data.prompt_column or settings.data.completion_column
+    ):  # checkpoints of runs without them stay valid
         digest.update(repr(options.columns).encode())
     if is_local_dataset(name):
-        files = files_of(Path(name), name, args.include)
+        files = files_of(Path(name), name, settings.data.include)
         known = {}
         for file in files:
             with reading(file):
@@ -455,12 +475,14 @@ def open_for_streaming(args: Arguments, options: RowOptions, ctx: DistContext) -
     from support.data.row_hub import builder_of, loading, rows_of_table
 
     # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
-    commit = builder_of(name, args, args.dataset_revision).hash if ctx.is_main else None
+    commit = (
+        builder_of(name, settings, settings.data.dataset_revision).hash if ctx.is_main else None
+    )
     commit = ctx.broadcast_from_rank0(commit)
     with loading(name):
-        builder = builder_of(name, args, commit)
-        table = builder.as_streaming_dataset(split=args.train_split or "train")
+        builder = builder_of(name, settings, commit)
+        table = builder.as_streaming_dataset(split=settings.data.train_split or "train")
     digest.update(f"{name}\0{commit}".encode())
-    digest.update(f"\0{args.train_split}".encode() if args.train_split else b"")
+    digest.update(f"\0{settings.data.train_split}".encode() if settings.data.train_split else b"")
     rows = functools.partial(rows_of_table, table, name, f"--dataset {name}", options)
     return Source(digest.hexdigest(), {"train": rows})

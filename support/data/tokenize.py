@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from support import console
-from support.cli.arguments import Arguments
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
 from support.data.sources import open_source
 from support.data.special_tokens import document_start, end_finder, start_of
 from support.errors import UserError
 from support.files.cache import Cache, cache_folder
+from support.settings.settings import Settings
 
 CACHE_VERSION = 11  # increase it when the layout of the cache or the tokenization changes
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
@@ -53,7 +53,7 @@ TRIES = 6  # places of each kind that are tried in PIECE_CHARACTERS of text
 Piece = tuple[str, str]
 
 
-def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str) -> dict:
+def tokenize_corpus(settings: Settings, ctx: DistContext, tokenizer: Any, name: str) -> dict:
     """Read and tokenize a corpus once per node, unless the cache has it; all ranks must call it.
 
     Returns:
@@ -63,10 +63,10 @@ def tokenize_corpus(args: Arguments, ctx: DistContext, tokenizer: Any, name: str
     """
 
     def tokenize() -> dict:
-        source = open_source(name, args, RowOptions.of(args, tokenizer))
-        cache = Cache(cache_folder(args.cache_dir))
+        source = open_source(name, settings, RowOptions.of(settings, tokenizer))
+        cache = Cache(cache_folder(settings.data.cache_dir))
         with console.bar("Tokenizing", unit="characters") as bar:
-            return tokenize_once(source, tokenizer, cache, bar.update, args.max_bad_rows)
+            return tokenize_once(source, tokenizer, cache, bar.update, settings.data.max_bad_rows)
 
     prepared = ctx.once_per_node(f"dataset {name}", tokenize)
     require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")

@@ -1,11 +1,11 @@
 """Download of a model from the Hugging Face hub."""
 
-from support.cli.arguments import Arguments
 from support.cli.hub import LOGIN_COMMAND
 from support.errors import UserError, first_line
+from support.settings.settings import Settings
 
 
-def download(args: Arguments) -> str:
+def download(settings: Settings) -> str:
     """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
@@ -13,10 +13,14 @@ def download(args: Arguments) -> str:
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
-    name, revision, offline = args.model, args.model_revision, args.hub_offline
+    name, revision, offline = (
+        settings.model.model,
+        settings.model.model_revision,
+        settings.hub.offline,
+    )
     patterns = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
     try:
-        if not (args.from_scratch or args.show_sample or offline):
+        if not (settings.model.from_scratch or settings.command.show_sample or offline):
             files = HfApi().list_repo_files(name, revision=revision)
             safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")

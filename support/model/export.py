@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from support import console
-from support.cli.arguments import Arguments
 from support.cluster.context import DTYPES, DistContext
 from support.errors import FirstError, TrainingError, redact
 from support.files.atomic import finish_folder, start_folder, write_text
@@ -28,6 +27,7 @@ from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model.resolve import ModelSpec
 from support.model.weights import persistent_buffers
+from support.settings.settings import Settings
 from support.strategies.optimizer_shards import ShardedState
 from support.units import perplexity_of
 
@@ -58,7 +58,7 @@ class Target(NamedTuple):
     replace: bool  # what the folder contains may be replaced; else a new name is used
 
 
-def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target:
+def target_of(settings: Settings, output_dir: Path, earlier: dict | None) -> Target:
     """Return the destination: --export_hf, or `hf` in the run's folder.
 
     Args:
@@ -67,14 +67,18 @@ def target_of(args: Arguments, output_dir: Path, earlier: dict | None) -> Target
     # Imported before the training: a changed installation must not fail the export after it.
     from support.model import card  # noqa: F401
 
-    if args.merge_lora:
+    if settings.model.merge_lora:
         from support.model import merging  # noqa: F401
     exported = (earlier or {}).get("export") or {}
-    own = not args.export_hf or exported.get("folder") == redact(args.export_hf)
-    return Target(Path(args.export_hf or output_dir / "hf"), args.overwrite or own)
+    own = not settings.output.export_hf or exported.get("folder") == redact(
+        settings.output.export_hf
+    )
+    return Target(
+        Path(settings.output.export_hf or output_dir / "hf"), settings.output.overwrite or own
+    )
 
 
-def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> Path | None:
+def finish(trained: TrainedModel, results, target: Target, settings: Settings) -> Path | None:
     """Export the trained model, unless the flags exclude it or a complete run has exported it.
 
     Returns:
@@ -82,13 +86,13 @@ def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> P
     Raises:
         TrainingError: the export failed; the message names the checkpoint with the weights.
     """
-    if args.no_export or args.eval_only:
+    if settings.output.no_export or settings.training.eval_only:
         return None
     if trained.ctx.broadcast_from_rank0(
-        results.was_complete and not args.export_hf and target.folder.exists()
+        results.was_complete and not settings.output.export_hf and target.folder.exists()
     ):
         return target.folder
-    facts = {**results.facts, "merged": args.merge_lora}
+    facts = {**results.facts, "merged": settings.model.merge_lora}
     if trained.is_best:
         loss = facts["best_eval_loss"]
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
@@ -97,7 +101,7 @@ def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> P
     from support.model.card import model_card
 
     card = model_card(facts, trained.identity)
-    failed, folder = export_model(trained, target, args, card)
+    failed, folder = export_model(trained, target, settings, card)
     if failed:
         if checkpoint := trained.keep_weights():
             advice = (
@@ -107,7 +111,7 @@ def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> P
         else:  # often because the same disk is full
             elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
             elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
-            lost, folder = export_model(trained, Target(elsewhere, False), args, card)
+            lost, folder = export_model(trained, Target(elsewhere, False), settings, card)
             advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
     results.facts["export"] = {
@@ -119,7 +123,7 @@ def finish(trained: TrainedModel, results, target: Target, args: Arguments) -> P
 
 
 def export_model(
-    trained: TrainedModel, target: Target, args: Arguments, card: str
+    trained: TrainedModel, target: Target, settings: Settings, card: str
 ) -> tuple[str, Path]:
     """Write the model that a run has trained. Every rank calls this function.
 
@@ -127,13 +131,13 @@ def export_model(
         Why it could not be written, or ""; and its folder: the target, or a new one next to it if
         another run has written to the target.
     """
-    ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[args.export_dtype]
+    ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[settings.output.export_dtype]
     errors, final = FirstError(), target.folder
     temporary = errors.attempt(start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
-        errors.attempt(spec.describe, folder, dtype, args.merge_lora)
-    if spec.lora and args.merge_lora:
+        errors.attempt(spec.describe, folder, dtype, settings.model.merge_lora)
+    if spec.lora and settings.model.merge_lora:
         from support.model.merging import write_merged
 
         load = partial(spec.load, ctx, dtype="auto")

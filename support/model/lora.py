@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from support.cli.arguments import Arguments
 from support.errors import UserError, redact
+from support.settings.settings import Settings
 from support.workload.workload import ALL_LINEAR, is_target, target_names
 
 ADAPTER = "default"  # peft's name for a model's only adapter
@@ -40,15 +40,15 @@ class Lora:
     settled: Any = None  # peft's configuration, written to adapter_config.json; set by `attach`
 
     @classmethod
-    def of(cls, args: Arguments, r: int) -> Lora:
+    def of(cls, settings: Settings, r: int) -> Lora:
         """Return the configuration that the flags request, with --lora_r as `r`."""
-        targets: list[str] | str | None = args.lora_targets
-        if args.lora_targets and args.lora_targets != ALL_LINEAR:
-            targets = target_names(args.lora_targets)
-        folder = Path(args.model)
-        base = str(folder.resolve()) if folder.is_dir() else args.model
-        alpha = args.lora_alpha or 2.0 * r
-        return cls(r, alpha, args.lora_dropout, targets, base, args.seed)
+        targets: list[str] | str | None = settings.model.lora_targets
+        if settings.model.lora_targets and settings.model.lora_targets != ALL_LINEAR:
+            targets = target_names(settings.model.lora_targets)
+        folder = Path(settings.model.model)
+        base = str(folder.resolve()) if folder.is_dir() else settings.model.model
+        alpha = settings.model.lora_alpha or 2.0 * r
+        return cls(r, alpha, settings.model.lora_dropout, targets, base, settings.training.seed)
 
     def attach(self, model: nn.Module) -> None:
         """Attach the adapters to a model and freeze all other parameters.

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from support import console, patches
-from support.cli.arguments import Arguments, choose_seq_length, isolates_documents
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, redact, refused_as
@@ -27,6 +26,8 @@ from support.files.cache import Cache, cache_folder
 from support.files.user_files import read_json, read_text
 from support.model import weights
 from support.model.loss import add_loss, returns_plain_logits
+from support.settings.data import choose_seq_length
+from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.units import shares_keys
@@ -80,9 +81,11 @@ class ModelSpec:
         """Configuration of the language model; the whole configuration if it has no parts."""
         return self.config.get_text_config()
 
-    def seq_length(self, args: Arguments) -> int:
+    def seq_length(self, settings: Settings) -> int:
         """Return --seq_length, or its default for this model."""
-        return choose_seq_length(args, max_positions(self.config))
+        return choose_seq_length(
+            settings.data.seq_length, settings.model.model, max_positions(self.config)
+        )
 
     def on_meta_device(self) -> nn.Module:
         """Build the model on the meta device: shapes without memory."""
@@ -184,55 +187,55 @@ def max_positions(config) -> int | None:
 # -------------------------------------------------------------------------------- resolving --model
 
 
-def find_model(args: Arguments, ctx: DistContext) -> ModelSpec:
+def find_model(settings: Settings, ctx: DistContext) -> ModelSpec:
     """Resolve --model to a `ModelSpec`; a node downloads weights, or draws shared ones, once.
 
     Raises:
         UserError: the model cannot be found or downloaded, is no causal language model, or cannot
             isolate documents.
     """
-    _be_quiet(args)
+    _be_quiet(settings)
     console.print0("📥 Loading model and tokenizer...")
-    if not args.hub_offline and names_on_hub(args)[0]:
-        console.print0(f"⏳ Downloading {args.model}, unless it is in the cache")
+    if not settings.hub.offline and names_on_hub(settings)[0]:
+        console.print0(f"⏳ Downloading {settings.model.model}, unless it is in the cache")
     # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
-    shared = ctx.real_world_size > 1 or not args.configured_strategy.whole_parameters
-    shared = shared or args.lora_r is not None
-    found = ctx.once_per_node("model", lambda: _prepare_folders(args, shared))
-    config = _read_config(found["weights"], args.model)
-    tokenizer = _read_tokenizer(found["tokenizer"], args)
+    shared = ctx.real_world_size > 1 or not settings.parallelism.configured.whole_parameters
+    shared = shared or settings.model.lora_r is not None
+    found = ctx.once_per_node("model", lambda: _prepare_folders(settings, shared))
+    config = _read_config(found["weights"], settings.model.model)
+    tokenizer = _read_tokenizer(found["tokenizer"], settings)
     for notice in found["notices"]:
         console.warn(notice)
     if found["own_head"]:
         weights.untie(config)
     config.use_cache = False
-    own_settings = fuse_gelu(config) if args.fused_gelu else {}
+    own_settings = fuse_gelu(config) if settings.model.fused_gelu else {}
     lora = None
-    if args.dropout is not None:
-        set_dropout(config, args.dropout)
-    if args.lora_r is not None:
+    if settings.model.dropout is not None:
+        set_dropout(config, settings.model.dropout)
+    if settings.model.lora_r is not None:
         from support.model.lora import Lora
 
-        lora = Lora.of(args, args.lora_r)
+        lora = Lora.of(settings, settings.model.lora_r)
     generation = _read_generation_config(found["weights"], config)
-    with refused_as(weights.NOT_BUILT.format(f"--model {args.model}")):
+    with refused_as(weights.NOT_BUILT.format(f"--model {settings.model.model}")):
         spec = ModelSpec(
             config,
             tokenizer,
             generation,
             found["weights"],
-            args.seed,
+            settings.training.seed,
             random=found["random"],
             new_rows=found["new_rows"],
             lora=lora,
-            dtype=weights.weights_dtype(args, ctx),
-            load_in_4bit=args.load_in_4bit,
+            dtype=weights.weights_dtype(settings, ctx),
+            load_in_4bit=settings.model.load_in_4bit,
             own_settings=own_settings,
         )
-    if isolates_documents(args):
+    if settings.data.isolates_documents:
         from support.model.isolation import check_isolation
 
-        check_isolation(config, tokenizer, args)
+        check_isolation(config, tokenizer, settings)
     return spec
 
 
@@ -269,85 +272,93 @@ def copy_to_device(model: nn.Module, device: torch.device) -> None:
                 part.mul_(1)
 
 
-def find_tokenizer(args: Arguments, ctx: DistContext) -> tuple[PreTrainedTokenizerBase, int | None]:
+def find_tokenizer(
+    settings: Settings, ctx: DistContext
+) -> tuple[PreTrainedTokenizerBase, int | None]:
     """Download the parts of --model; return its tokenizer and its limit of positions, or None."""
 
     def locate() -> dict:
-        config, folder, *_ = _locate(args)
+        config, folder, *_ = _locate(settings)
         return {"tokenizer": folder, "positions": max_positions(config)}
 
-    _be_quiet(args)
+    _be_quiet(settings)
     found = ctx.once_per_node("tokenizer", locate)
-    return _read_tokenizer(found["tokenizer"], args), found["positions"]
+    return _read_tokenizer(found["tokenizer"], settings), found["positions"]
 
 
-def _be_quiet(args: Arguments) -> None:
-    if not args.verbose:
+def _be_quiet(settings: Settings) -> None:
+    if not settings.debug.verbose:
         if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":  # else it is the user's
             transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
 
 
-def configure_transformers(args: Arguments, ctx: DistContext) -> None:
+def configure_transformers(settings: Settings, ctx: DistContext) -> None:
     """Keep transformers from reading tensors on the device, and from storing attention scores."""
-    patches.replace_packed_sequence_check(isolates_documents(args))
+    patches.replace_packed_sequence_check(settings.data.isolates_documents)
     patches.skip_padding_check()
     if not shares_keys(ctx.device.type, ctx.precision, ctx.capability):
         patches.repeat_keys_and_values()
 
 
-def _locate(args: Arguments) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:
+def _locate(settings: Settings) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:
     """Find the parts of --model on this machine, and download or build those that are missing.
 
     Returns:
         The configuration; the folders of the tokenizer and of the weights (None: they are drawn
         from the seed); notices for the user.
     """
-    if args.model == EMBEDDED_MODEL:
+    if settings.model.model == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        return _gpt2_config(args.model, 0.0, 0), embedded_tokenizer(args), None, []
+        return _gpt2_config(settings.model.model, 0.0, 0), embedded_tokenizer(settings), None, []
     from support.model.download import download
 
-    if is_local_model(args.model) or not scratch_without_hub(args):
-        folder = args.model if is_local_model(args.model) else download(args)
-        config = _read_config(folder, args.model)
-        return config, folder, None if args.from_scratch else folder, []
-    config = _gpt2_config(args.model, 0.1, 50256)
+    if is_local_model(settings.model.model) or not scratch_without_hub(settings):
+        folder = (
+            settings.model.model if is_local_model(settings.model.model) else download(settings)
+        )
+        config = _read_config(folder, settings.model.model)
+        return config, folder, None if settings.model.from_scratch else folder, []
+    config = _gpt2_config(settings.model.model, 0.1, 50256)
     try:
-        folder = download(args)
-        _read_tokenizer(folder, args)
+        folder = download(settings)
+        _read_tokenizer(folder, settings)
         return config, folder, None, []
     except UserError:
-        notice = f"The tokenizer of {args.model} is not available: using the embedded one."
-        return config, embedded_tokenizer(args), None, [notice]
+        notice = (
+            f"The tokenizer of {settings.model.model} is not available: using the embedded one."
+        )
+        return config, embedded_tokenizer(settings), None, [notice]
 
 
-def _prepare_folders(args: Arguments, shared: bool) -> dict:
+def _prepare_folders(settings: Settings, shared: bool) -> dict:
     """Prepare folders with weights and tokenizer that every rank of the node can load.
 
     Args:
         shared: save random weights, too; otherwise `ModelSpec.load` draws them.
     """
-    config, tokenizer, folder, notices = _locate(args)
-    entries = len(_read_tokenizer(tokenizer, args))
+    config, tokenizer, folder, notices = _locate(settings)
+    entries = len(_read_tokenizer(tokenizer, settings))
     added = max(0, entries - config.get_text_config().vocab_size)
     enlarged, model = added > 0, None
     random, new_rows = enlarged or folder is None, added if folder else 0
-    own_head = folder is not None and weights.check_folder(folder, config, f"--model {args.model}")
+    own_head = folder is not None and weights.check_folder(
+        folder, config, f"--model {settings.model.model}"
+    )
     if own_head:
         weights.untie(config)
         notices.append(
             "The output layer differs from the embedding in the weight files, although config.json "
             "ties them (tie_word_embeddings): the weight in the files is used, and trained alone."
         )
-    torch.manual_seed(args.seed)
+    torch.manual_seed(settings.training.seed)
     if folder is None and (shared or enlarged):
         model = weights.from_config(config)
     elif folder and enlarged:
         model, info = weights.from_folder(folder, config)
         weights.report_differences(folder, model, info)
     if model and enlarged:
-        torch.manual_seed(args.seed)
+        torch.manual_seed(settings.training.seed)
         model.resize_token_embeddings(entries)
         config = model.config
         notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
@@ -382,23 +393,25 @@ def _read_generation_config(folder: str, config: transformers.PretrainedConfig) 
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
-def _read_tokenizer(folder: str, args: Arguments) -> PreTrainedTokenizerBase:
+def _read_tokenizer(folder: str, settings: Settings) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a folder, with the template of --chat_template."""
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
         raise UserError(
-            f"--model {args.model}: there are no tokenizer files "
+            f"--model {settings.model.model}: there are no tokenizer files "
             "(tokenizer.json, or vocab.json and merges.txt)."
         )
     options = {"local_files_only": True, **weights.NO_REMOTE_CODE}
-    with refused_as(f"--model {args.model}: its tokenizer files cannot be used; copy them again"):
+    with refused_as(
+        f"--model {settings.model.model}: its tokenizer files cannot be used; copy them again"
+    ):
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         except Exception:
             _name_damaged_file(Path(folder))
             raise
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    if settings.data.chat_template:
+        tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -423,7 +436,7 @@ def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GP
     return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
-def embedded_tokenizer(args: Arguments) -> str:
+def embedded_tokenizer(settings: Settings) -> str:
     """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference."""
     from pydoc_data.topics import topics
 
@@ -441,7 +454,7 @@ def embedded_tokenizer(args: Arguments) -> str:
         ).save_pretrained(folder)
         return {}
 
-    cache = Cache(cache_folder(args.cache_dir))
+    cache = Cache(cache_folder(settings.data.cache_dir))
     # transformers 4 cannot read what transformers 5 writes.
     written_by = transformers.__version__.partition(".")[0]
     folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-{written_by}-{digest}", train)

@@ -14,12 +14,12 @@ from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from support import console, patches
-from support.cli.arguments import Arguments
 from support.cluster.context import DistContext
 from support.errors import OutOfMemory, UserError, first_line, look_up, refused_as
 from support.files import weight_files
 from support.files.atomic import TemporaryFolder
 from support.files.safetensors_writer import save_file
+from support.settings.settings import Settings
 
 # Errors of a forward pass with fake tensors that do not show an error of the model.
 NOT_WITH_FAKE_TENSORS = (
@@ -39,14 +39,14 @@ NOT_BUILT = "{}: no model can be built from the values in its config.json"
 NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
-def weights_dtype(args: Arguments, ctx: DistContext) -> torch.dtype:
+def weights_dtype(settings: Settings, ctx: DistContext) -> torch.dtype:
     """Return the dtype of a model's weights in memory, before an engine converts them.
 
     Weights that are updated need fp32. Frozen weights under adapters have the computations' dtype.
     """
-    if args.lora_r is None:
+    if settings.model.lora_r is None:
         return torch.float32
-    return ctx.dtype if args.configured_strategy.mixes_dtypes() else torch.float32
+    return ctx.dtype if settings.parallelism.configured.mixes_dtypes() else torch.float32
 
 
 def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import PROJECT, programs
-from support.cli.argument_types import Options
+from support.cli.parser import Options
 from support.cluster.gpus import usable_gpus
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError

@@ -17,8 +17,7 @@ import torch
 
 from support import console
 from support.checkpoints.format import list_checkpoints
-from support.cli.arguments import Arguments, global_batch
-from support.cli.flags import settings_of
+from support.cli.flags import shown_flags
 from support.cluster.context import DistContext
 from support.cluster.tuning import available_cores, cpu_fact
 from support.errors import TrainingError, UserError, redact, redact_value
@@ -29,6 +28,7 @@ from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
 from support.process import code_digest, versions
 from support.report.step_meter import StepMeter
+from support.settings.settings import Settings
 from support.units import AMPERE, GB
 
 RULE = 60 * "="  # a line of the console
@@ -40,7 +40,7 @@ KEYS_OF_TRAINING = """
 """.split()
 
 
-def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
+def new_output_dir(settings: Settings, ctx: DistContext) -> tuple[Path, Any]:
     """Create the output folder, named by --output_dir or by rank 0, and lock it.
 
     Returns:
@@ -51,9 +51,14 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
             request checkpoints.
     """
     lock, started = None, time.strftime("%Y%m%d-%H%M%S")
-    name = args.output_dir or f"runs/{Path(args.model).name}-{args.strategy}-{started}"
+    name = (
+        settings.output.output_dir
+        or f"runs/{Path(settings.model.model).name}-{settings.parallelism.strategy}-{started}"
+    )
     if ctx.is_main:
-        while not args.output_dir and Path(name).exists():  # two runs started in the same second
+        while (
+            not settings.output.output_dir and Path(name).exists()
+        ):  # two runs started in the same second
             name += "x"
         create_folder("--output_dir", Path(name))
         try:
@@ -62,7 +67,7 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
             raise UserError(
                 f"--output_dir {name} is in use by another run: wait, or name another folder."
             ) from None
-        may_hold_a_run = args.overwrite or args.resume is not None
+        may_hold_a_run = settings.output.overwrite or settings.output.resume is not None
         if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
             raise UserError(
                 f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
@@ -79,7 +84,7 @@ def new_output_dir(args: Arguments, ctx: DistContext) -> tuple[Path, Any]:
                 f"ℹ️  Rank 0 is on {host}: it prints the training, and writes to {folder}."
             )
         if blind:
-            settle_without_shared_disk(args, f"{folder} on {host}", blind)
+            settle_without_shared_disk(settings, f"{folder} on {host}", blind)
     return folder, lock
 
 
@@ -104,7 +109,7 @@ def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:
     return sorted(blind)
 
 
-def settle_without_shared_disk(args: Arguments, place: str, blind: list[str]) -> None:
+def settle_without_shared_disk(settings: Settings, place: str, blind: list[str]) -> None:
     """Refuse a run that writes checkpoints, because each rank writes its part of one.
 
     At the start, so that the run does not fail hours later at its first save. Without checkpoints
@@ -116,8 +121,8 @@ def settle_without_shared_disk(args: Arguments, place: str, blind: list[str]) ->
     """
     hosts = f"{', '.join(blind)} {'do' if len(blind) > 1 else 'does'} not share"
     saving = "save_every", "save_epochs", "load_best_at_end"
-    flags = [f"--{flag}" for flag in saving if getattr(args, flag)]
-    if args.resume == "":
+    flags = [f"--{flag}" for flag in saving if settings.flags()[flag]]
+    if settings.output.resume == "":
         flags.append("--resume")
     if flags:
         raise UserError(
@@ -146,7 +151,7 @@ def hardware(device: torch.device) -> dict:
     }
 
 
-def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
+def facts_at_start(settings: Settings, ctx: DistContext) -> dict:
     """Return the content of results.json before anything is loaded."""
     return {
         "schema_version": 1,
@@ -156,24 +161,24 @@ def facts_at_start(args: Arguments, ctx: DistContext) -> dict:
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Before the quoting, which may divide a secret.
         "command": shlex.join(map(redact, [Path(sys.executable).name, *sys.argv])),
-        "flags": settings_of(args),
+        "flags": shown_flags(settings.flags()),
         "code_digest": code_digest(),
         "versions": versions(),
         "hardware": hardware(ctx.device),
-        "strategy": args.strategy,
-        "model": args.model,
+        "strategy": settings.parallelism.strategy,
+        "model": settings.model.model,
         "world_size": ctx.real_world_size,
-        "simulated_world_size": args.simulate_gpus,
+        "simulated_world_size": settings.debug.simulate_gpus,
         "device": ctx.device.type,
         "backend": ctx.backend,
         "launcher": ctx.launch.launcher,
         "precision": ctx.precision,
         "tf32": ctx.capability >= AMPERE and torch.get_float32_matmul_precision() != "highest",
-        "batch_size": args.batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "global_batch_size": global_batch(args, ctx.world_size),
-        "seed": args.seed,
+        "batch_size": settings.training.batch_size,
+        "gradient_accumulation_steps": settings.training.gradient_accumulation_steps,
+        "gradient_checkpointing": settings.model.gradient_checkpointing,
+        "global_batch_size": settings.training.global_batch(ctx.world_size),
+        "seed": settings.training.seed,
     }
 
 
@@ -192,7 +197,7 @@ def read_results(path: Path) -> dict | None:
 
 
 def measured(
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
     spec: ModelSpec,
     meter: StepMeter,
@@ -208,16 +213,18 @@ def measured(
         found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
     if rate := found["tokens_per_second"]:
         found["tokens_per_second_per_gpu"] = rate / ctx.world_size
-        found["mfu"] = _share_of_peak(rate / ctx.world_size, args, ctx, spec)
+        found["mfu"] = _share_of_peak(rate / ctx.world_size, settings, ctx, spec)
     traffic = meter.traffic.per_step(meter.warmup_steps)
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
     if meter.step > meter.first_step:
         found["communication_bytes_per_step"] = statistics.mean(sent)
         found["communication_per_step"] = traffic
-    return found | {"memory": _memory(args, ctx, spec, meter)}
+    return found | {"memory": _memory(settings, ctx, spec, meter)}
 
 
-def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSpec) -> float | None:
+def _share_of_peak(
+    rate: float, settings: Settings, ctx: DistContext, spec: ModelSpec
+) -> float | None:
     """Return the MFU of a rate in tokens per second per GPU; None if the peak is not known."""
     if ctx.device.type != "cuda":
         return None
@@ -227,11 +234,11 @@ def _share_of_peak(rate: float, args: Arguments, ctx: DistContext, spec: ModelSp
     if peak is None:
         return None
     config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
-    shape = config.num_hidden_layers, config.hidden_size, args.seq_length
+    shape = config.num_hidden_layers, config.hidden_size, settings.data.seq_length
     return rate * flops_per_token(*matmul, *shape) / peak
 
 
-def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
+def _memory(settings: Settings, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
     from support.memory import fit
 
     nvme = meter.step_memory.objects.strategy.nvme_folder
@@ -239,13 +246,13 @@ def _memory(args: Arguments, ctx: DistContext, spec: ModelSpec, meter: StepMeter
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[args.optim].state_bytes and not on_disk
+    has_states = OPTIMIZERS[settings.training.optim].state_bytes and not on_disk
     if ctx.simulated and has_states and not found["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "
             "memory."
         )
-    estimate = fit.estimate_of(args, ctx, spec)
+    estimate = fit.estimate_of(settings, ctx, spec)
     return found | {"predicted_bytes": estimate and estimate.sizes()}
 
 
@@ -265,32 +272,38 @@ def say_setup(ctx: DistContext) -> None:
         )
 
 
-def say_settings(args: Arguments, ctx: DistContext) -> None:
+def say_settings(settings: Settings, ctx: DistContext) -> None:
     """Print where the run trains, and the settings that decide how long it takes."""
     on_gpu, assigned = ctx.device.type == "cuda", os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if not on_gpu and args.device == "auto" and assigned not in ("", "0"):
+    if not on_gpu and settings.training.device == "auto" and assigned not in ("", "0"):
         console.warn(f"Slurm assigned GPUs to this node ({assigned}), and none is visible here.")
     details = f"threads: {torch.get_num_threads()}"
     if on_gpu:
         details = torch.cuda.get_device_name(ctx.device)
-    parts = [f"Batch size: {args.batch_size}"]
-    if not args.eval_only:
-        until = [f"Epochs: {args.epochs or 1}"] if args.epochs or not args.max_steps else []
-        until += [f"Steps: {args.max_steps}"] if args.max_steps else []
-        parts = [*until, *parts, f"LR: {args.lr:g}"]
-    if (whole := global_batch(args, ctx.world_size)) > args.batch_size and not args.eval_only:
-        factors = f"{args.batch_size} × {ctx.world_size} ranks"
-        factors += f" × {args.gradient_accumulation_steps} micro-batches"
+    parts = [f"Batch size: {settings.training.batch_size}"]
+    if not settings.training.eval_only:
+        until = (
+            [f"Epochs: {settings.training.epochs or 1}"]
+            if settings.training.epochs or not settings.training.max_steps
+            else []
+        )
+        until += [f"Steps: {settings.training.max_steps}"] if settings.training.max_steps else []
+        parts = [*until, *parts, f"LR: {settings.training.lr:g}"]
+    if (
+        whole := settings.training.global_batch(ctx.world_size)
+    ) > settings.training.batch_size and not settings.training.eval_only:
+        factors = f"{settings.training.batch_size} × {ctx.world_size} ranks"
+        factors += f" × {settings.training.gradient_accumulation_steps} micro-batches"
         parts.append(f"Global batch: {factors} = {whole}")
     console.print0(
         f"Device: {ctx.device} ({details}), Precision: {ctx.precision}\n{', '.join(parts)}"
     )
 
 
-def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
+def say_results(ctx: DistContext, facts: dict, settings: Settings) -> None:
     """Print the results at the end of a run, from the content of results.json."""
     print0, used, on_gpu = console.print0, facts["memory"], ctx.device.type == "cuda"
-    if args.profile_memory or ctx.simulated:
+    if settings.debug.profile_memory or ctx.simulated:
         from support.report.memory_profile import lines_of
 
         print0("\n".join(lines_of(used, on_gpu)))
@@ -298,7 +311,7 @@ def say_results(ctx: DistContext, facts: dict, args: Arguments) -> None:
         print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
         return
     print0(RULE)
-    print0("✅ Evaluation Complete!" if args.eval_only else "✅ Training Complete!")
+    print0("✅ Evaluation Complete!" if settings.training.eval_only else "✅ Training Complete!")
     names = {"allocated": "resident", "peak": "peak"}
     if on_gpu:
         names = {kind: kind for kind in ("allocated", "reserved", "peak")}

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from support import console
 from support.checkpoints.manager import CheckpointManager
-from support.cli.arguments import Arguments
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
 from support.cluster.restart import Restart, restart_values
@@ -31,6 +30,7 @@ from support.model.resolve import ModelSpec
 from support.report import results
 from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.step_meter import StepMeter, create_meter
+from support.settings.settings import Settings
 from support.strategies import gradients
 from support.strategies.objects import TrainingObjects
 from support.train_state import TrainState
@@ -48,7 +48,7 @@ class Run:
     target: export.Target  # where the model is exported to
     memory: MemoryByPhase  # after each phase of the run
     # From `start_training` on.
-    args: Arguments
+    settings: Settings
     state: TrainState
     manager: CheckpointManager
     meter: StepMeter  # measures the steps: time, memory, traffic
@@ -74,15 +74,15 @@ class Run:
     # ----------------------------------------------------------------------------- before training
 
     @classmethod
-    def open(cls, args: Arguments, ctx: DistContext) -> Run:
+    def open(cls, settings: Settings, ctx: DistContext) -> Run:
         """Create and lock the output folder, write results.json, start to record memory."""
         results.say_setup(ctx)
-        folder, lock = results.new_output_dir(args, ctx)
-        run = cls(ctx, folder, results.facts_at_start(args, ctx))
+        folder, lock = results.new_output_dir(settings, ctx)
+        run = cls(ctx, folder, results.facts_at_start(settings, ctx))
         run._lock = lock
         # The other ranks wait for rank 0 below: if one fails, the file must be this run's.
         found = results.read_results(run.path) if ctx.is_main else None
-        if args.resume is not None:
+        if settings.output.resume is not None:
             run.earlier = found
         if ctx.is_main and run.earlier is None:
             run._begin()
@@ -90,56 +90,62 @@ class Run:
         found, run.earlier, run.facts["started_at"] = ctx.broadcast_from_rank0(shared)
         ctx.monitor.record_with(run.fail)
         # From here on results.json tells why a run failed.
-        if not (args.eval_only and args.configured_strategy.whole_parameters):  # else as under dp
-            args.configured_strategy.check_requirements(args.gradient_accumulation_steps)
-        if args.compile:
+        if not (
+            settings.training.eval_only and settings.parallelism.configured.whole_parameters
+        ):  # else as under dp
+            settings.parallelism.configured.check_requirements(
+                settings.training.gradient_accumulation_steps
+            )
+        if settings.model.compile:
             check_compile(ctx.device.type)
-        run.target = export.target_of(args, run.folder, found)
-        if args.push_to_hub:
+        run.target = export.target_of(settings, run.folder, found)
+        if settings.output.push_to_hub:
             from support.model.push import open_repository
 
-            run._repository = open_repository(args, run.folder, ctx)
+            run._repository = open_repository(settings, run.folder, ctx)
         memory = run.memory = MemoryByPhase(ctx.device)
         ctx.monitor.report_hangs(run.folder, lambda: memory.doing)
         ctx.monitor.explain_memory_with(memory.describe)
-        if args.memory_snapshot:
+        if settings.debug.memory_snapshot:
             from support.report.profiling import record_memory
 
-            run._at_end.append(record_memory(args.memory_snapshot, ctx))
+            run._at_end.append(record_memory(settings.debug.memory_snapshot, ctx))
         return run
 
-    def announce_model(self, args: Arguments, spec: ModelSpec) -> None:
+    def announce_model(self, settings: Settings, spec: ModelSpec) -> None:
         """Print what is trained, before the data is read."""
         from support.memory import fit
 
-        self.ctx.monitor.advise_with(partial(fit.ways_to_fit, args, self.ctx, spec))
-        verb = "Evaluating" if args.eval_only else "Fine-tuning"
+        self.ctx.monitor.advise_with(partial(fit.ways_to_fit, settings, self.ctx, spec))
+        verb = "Evaluating" if settings.training.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
         console.print0(
             f"{results.RULE}\n"
-            f"🚀 {verb} {args.model} ({human_count(base)} parameters)\n"
-            f"📋 Strategy: {args.strategy.upper()}"
+            f"🚀 {verb} {settings.model.model} ({human_count(base)} parameters)\n"
+            f"📋 Strategy: {settings.parallelism.strategy.upper()}"
         )
-        results.say_settings(args, self.ctx)
+        results.say_settings(settings, self.ctx)
         console.print0(results.RULE)
 
-    def dataset_ready(self, args: Arguments, datasets: Datasets) -> None:
+    def dataset_ready(self, settings: Settings, datasets: Datasets) -> None:
         """Print and record the size of the data."""
         self.facts["dataset"] = facts = datasets.facts
-        count = "a stream" if args.streaming else f"{datasets.train.num_sequences:,} samples"
-        if args.eval_only:
+        count = (
+            "a stream" if settings.data.streaming else f"{datasets.train.num_sequences:,} samples"
+        )
+        if settings.training.eval_only:
             count = f"{facts['validation'].get('blocks', 0):,} validation samples"
         ready = count if datasets.train.num_sequences else "validation data only"
         console.print0(f"✅ Dataset ready: {ready}")
 
-    def model_loaded(self, args: Arguments, spec: ModelSpec) -> None:
+    def model_loaded(self, settings: Settings, spec: ModelSpec) -> None:
         """Print and record the size of the model."""
         self.memory.note("model_loaded")
-        if args.generate:  # fails on an unusable prompt before the training
+        if settings.output.generate:  # fails on an unusable prompt before the training
             from support.data.chat import prompt_for
 
-            prompt_for(args, spec.tokenizer, self.facts["dataset"])
+            prompt_for(settings, spec.tokenizer, self.facts["dataset"])
         print0, whole = console.print0, spec.parameters
         print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
@@ -151,35 +157,37 @@ class Run:
                     f"{rows} are random, and LoRA freezes them: the new tokens are not learned. "
                     "A run without --lora_r trains all weights."
                 )
-            if spec.random and not (args.merge_lora or args.no_export):
+            if spec.random and not (settings.model.merge_lora or settings.output.no_export):
                 console.warn(
                     f"{rows or 'The frozen weights'} are random, and the adapters, which do not "
                     "contain them, cannot be used without them: --merge_lora exports both."
                 )
         self.facts.update(
-            parameters=whole, trainable_parameters=spec.trainable, seq_length=args.seq_length
+            parameters=whole,
+            trainable_parameters=spec.trainable,
+            seq_length=settings.data.seq_length,
         )
 
     def start_training(
         self,
-        args: Arguments,
+        settings: Settings,
         objects: TrainingObjects,
         manager: CheckpointManager,
         state: TrainState,
     ) -> None:
         """Replace the files of an earlier run, and start to measure steps."""
         ctx = self.ctx
-        self.args, self.manager, self.state = args, manager, state
-        self.meter = create_meter(args, ctx, objects, manager.spec, self.memory, state)
+        self.settings, self.manager, self.state = settings, manager, state
+        self.meter = create_meter(settings, ctx, objects, manager.spec, self.memory, state)
         self.file = MetricsFile(self.folder / "metrics.jsonl")
-        if args.report_to and ctx.is_main:
+        if settings.output.report_to and ctx.is_main:
             from support.report.trackers import Trackers
 
-            self.trackers = Trackers(args, self.folder, state.step)
-        if args.profile:
+            self.trackers = Trackers(settings, self.folder, state.step)
+        if settings.debug.profile:
             from support.report.profiling import start_trace
 
-            self.trace, stop = start_trace(args.profile, ctx)
+            self.trace, stop = start_trace(settings.debug.profile, ctx)
             self._at_end.insert(0, stop)
         # All checks have passed: only now may files of an earlier run be changed.
         manager.take_over(state.best, clean=self._lock is not None)
@@ -190,11 +198,11 @@ class Run:
         if ctx.device.type == "cpu":
             from support.memory.fit import keeps_large_tensors
 
-            keep_freed_memory(large=keeps_large_tensors(args, ctx, manager.spec))
+            keep_freed_memory(large=keeps_large_tensors(settings, ctx, manager.spec))
         # Adam's states exist from the first update on, so the second step may need the most memory.
         restart = None
-        if args.auto_micro_batch and args.batch_size > 1:
-            values = restart_values(args, self.folder)
+        if settings.training.auto_micro_batch and settings.training.batch_size > 1:
+            values = restart_values(settings, self.folder)
             restart = Restart(values, self._smaller_batch_may_help)
         ctx.monitor.training_starts(state, restart)
         if restart:
@@ -203,11 +211,11 @@ class Run:
         title = f"🚂 Starting Training ({objects.strategy.title})"
         title = "⏳ Starting the memory simulation" if ctx.simulated else title
         steps = f"{title}: steps {state.step + 1} to {state.total_steps}"
-        console.print0("⏳ Evaluating" if args.eval_only else steps)
+        console.print0("⏳ Evaluating" if settings.training.eval_only else steps)
 
     def _smaller_batch_may_help(self) -> bool:
         """Whether a new start with smaller micro-batches may help after memory ran out."""
-        own_batch = self.args.eval_batch_size and self.memory.doing == "evaluation"
+        own_batch = self.settings.training.eval_batch_size and self.memory.doing == "evaluation"
         early = self.state.step < self.state.first_step + 2
         return early and not self.manager.seconds and not own_batch
 
@@ -218,11 +226,11 @@ class Run:
         """Whether the run that --resume continues had completed."""
         return self.earlier is not None and self.earlier["status"] == "completed"
 
-    def was_complete_at(self, args: Arguments, state: TrainState) -> bool:
+    def was_complete_at(self, settings: Settings, state: TrainState) -> bool:
         """Whether the earlier run had completed at this step: the last one, or its early stop."""
         if self.earlier is None or not self.was_complete:
             return False
-        stopped = args.early_stopping_patience and self.earlier.get("stopped_early")
+        stopped = settings.training.early_stopping_patience and self.earlier.get("stopped_early")
         return state.finished or bool(stopped and self.earlier.get("steps") == state.step)
 
     def _begin(self) -> None:
@@ -297,7 +305,7 @@ class Run:
         record |= {"lr": lr, "grad_norm": grad_norm}
         self._pending.append({**record, "tokens": tokens, "samples": state.step_samples})
         is_last = self._batch == self._batches
-        is_logged = batch % self.args.logging_steps == 0 or is_last
+        is_logged = batch % self.settings.output.logging_steps == 0 or is_last
         # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
         if is_logged or self.ctx.device.type == "cpu":
             self.flush()
@@ -323,7 +331,7 @@ class Run:
         )
         if self._batch == self._batches:
             mean, self._losses = statistics.fmean(self._losses), []
-            if not self.args.streaming:
+            if not self.settings.data.streaming:
                 steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
                 epochs = self._epoch + steps_of(state.total_steps - state.step, steps_per_epoch)
                 print0(f"Epoch {self._epoch}/{epochs}, Average Loss: {mean:.4f}")
@@ -417,13 +425,13 @@ class Run:
             TrainingError: the export failed; the message says where the trained weights are.
         """
         self.memory.note("trained")
-        args, ctx, manager, state = self.args, self.ctx, self.manager, self.state
+        settings, ctx, manager, state = self.settings, self.ctx, self.manager, self.state
         ctx.monitor.training_ends()
         if manager.stream is not None:
             self.facts["dataset"] = manager.stream.summary()
-        if args.load_best_at_end and state.best:
+        if settings.training.load_best_at_end and state.best:
             manager.load_best(state.best["step"], state.step)
-        elif args.load_best_at_end:
+        elif settings.training.load_best_at_end:
             console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
         self.flush()
         best = state.best or {}
@@ -435,10 +443,10 @@ class Run:
             best_eval_loss=best.get("loss"),
             best_step=best.get("step"),
             stopped_early=state.patience if state.stopped_early else None,
-            **results.measured(args, ctx, manager.spec, self.meter, self._work),
+            **results.measured(settings, ctx, manager.spec, self.meter, self._work),
         )
-        results.say_results(ctx, self.facts, args)
-        self._export(args, manager, state, casting)
+        results.say_results(ctx, self.facts, settings)
+        self._export(settings, manager, state, casting)
         self._close()
         console.print0(f"📁 {self.path}")
         if not ctx.simulated:
@@ -446,14 +454,14 @@ class Run:
             console.print0(f"📊 A page with its curves: {page}")
 
     def finish_completed_run(
-        self, args: Arguments, manager: CheckpointManager, state: TrainState, casting
+        self, settings: Settings, manager: CheckpointManager, state: TrainState, casting
     ) -> None:
         """Finish a resumed run that was already complete: export and generate what is missing."""
         console.print0("✅ The run was already complete.")
         self.facts.update(self.earlier or {})
-        if args.load_best_at_end and self.facts.get("best_step"):
+        if settings.training.load_best_at_end and self.facts.get("best_step"):
             manager.load_best(self.facts["best_step"], state.step)
-        self._export(args, manager, None, casting)
+        self._export(settings, manager, None, casting)
 
     def _progress(self) -> dict:
         """Return the counters of the run under the keys of results.json."""
@@ -468,18 +476,20 @@ class Run:
         }
 
     def _export(
-        self, args: Arguments, manager: CheckpointManager, state: TrainState | None, casting
+        self, settings: Settings, manager: CheckpointManager, state: TrainState | None, casting
     ) -> None:
         """Export and generate if requested and missing; `state` is None if nothing was trained."""
-        folder = export.finish(manager.trained_model(state), self, self.target, args)
-        if args.generate:
+        folder = export.finish(manager.trained_model(state), self, self.target, settings)
+        if settings.output.generate:
             from support.data.chat import prompt_for
             from support.model.generate import generate
 
-            prompt = prompt_for(args, manager.spec.tokenizer, self.facts.get("dataset") or {})
-            sample = generate(manager.model, casting, manager.spec, prompt, args.seed, self.ctx)
+            prompt = prompt_for(settings, manager.spec.tokenizer, self.facts.get("dataset") or {})
+            sample = generate(
+                manager.model, casting, manager.spec, prompt, settings.training.seed, self.ctx
+            )
             self.facts["sample"] = sample
-        if folder and args.push_to_hub:
+        if folder and settings.output.push_to_hub:
             from support.model.push import push
 
             self.facts["push"] = push(self._repository, folder, self.ctx)

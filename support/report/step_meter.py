@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from support.cli.arguments import Arguments
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
+from support.settings.settings import Settings
 from support.strategies.objects import TrainingObjects
 from support.train_state import TrainState
 from support.units import PHASES, fits_in_graph
 
 
 def create_meter(
-    args: Arguments,
+    settings: Settings,
     ctx: DistContext,
     objects: TrainingObjects,
     spec: ModelSpec,
@@ -29,16 +29,19 @@ def create_meter(
     state: TrainState,
 ) -> StepMeter:
     """Return the meter of this rank's steps, which measures the memory of the last one."""
-    tokens, vocabulary = args.batch_size * args.seq_length, spec.text_config.vocab_size
+    tokens, vocabulary = (
+        settings.training.batch_size * settings.data.seq_length,
+        spec.text_config.vocab_size,
+    )
 
     def kept_by_loss() -> int:
         if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32
             return 4 * tokens * vocabulary
-        if args.compile and fits_in_graph(tokens, vocabulary, ctx.device.type):
+        if settings.model.compile and fits_in_graph(tokens, vocabulary, ctx.device.type):
             return ctx.dtype.itemsize * tokens * vocabulary  # the logits
         return objects.module.get_output_embeddings().kept_bytes
 
-    detailed = args.profile_memory or ctx.simulated
+    detailed = settings.debug.profile_memory or ctx.simulated
     step_memory = StepMemory(objects, memory.peak, detailed, kept_by_loss)
     ctx.monitor.explain_memory_with(step_memory.describe)
     measured = state.total_steps

@@ -31,8 +31,8 @@ def main(strategy: str) -> dict:
     import deepspeed
 
     patches.skip_shared_memory_op()
-    args = parse_arguments(["--strategy", strategy, "--precision", "bf16"])
-    config = args.configured_strategy.config
+    settings = parse_arguments(["--strategy", strategy, "--precision", "bf16"])
+    config = settings.parallelism.configured.config
     complete_ds_config(config, "bf16", ModelSizes(8, 72, 64, tied=False), 1, None)
     config["optimizer"]["params"]["lr"] = 0.1
     model = nn.Linear(8, 8)
@@ -40,7 +40,7 @@ def main(strategy: str) -> dict:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     type(engine.optimizer).has_overflow = searches = mock.Mock(return_value=False)
     found_inf, changed = torch.zeros((), dtype=torch.bool), []
-    disabled, zero = torch.amp.GradScaler("cpu", enabled=False), args.configured_strategy
+    disabled, zero = torch.amp.GradScaler("cpu", enabled=False), settings.parallelism.configured
     objects = TrainingObjects(zero, engine, engine.optimizer, disabled, found_inf)
     for factor in (1.0, float("nan")):
         before = weights(model)

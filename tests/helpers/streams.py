@@ -15,8 +15,8 @@ def tokenized(file, tokenizer, root, *flags, bad=0):
     from support.data.tokenize import tokenize_once
     from support.files.cache import Cache
 
-    args = parse_arguments([str(flag) for flag in flags])
-    source = open_source(str(file), args, RowOptions.of(args, tokenizer))
+    settings = parse_arguments([str(flag) for flag in flags])
+    source = open_source(str(file), settings, RowOptions.of(settings, tokenizer))
     return tokenize_once(source, tokenizer, Cache(Path(root)), lambda n: None, bad)
 
 
@@ -31,9 +31,9 @@ def stream_of(file, tokenizer, **flags):
     from support.data.streaming import open_stream
 
     small = "--seq_length 16 --batch_size 2 --max_steps 50 --shuffle_buffer 4 --max_bad_rows 9"
-    args = parse_arguments(["--dataset", str(file), "--streaming", "--no_eval", *small.split()])
-    args = args.replace(seed=0, **flags)
+    settings = parse_arguments(["--dataset", str(file), "--streaming", "--no_eval", *small.split()])
+    settings = settings.replace(seed=0, **flags)
     cpu = SimpleNamespace(type="cpu")
     ctx = SimpleNamespace(rank=0, world_size=1, is_main=True, device=cpu)
     ctx.all_gather = lambda value: [value]
-    return open_stream(args, ctx, tokenizer)[0]
+    return open_stream(settings, ctx, tokenizer)[0]

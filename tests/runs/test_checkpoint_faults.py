@@ -18,7 +18,7 @@ RANK_FILE = "rank-00000-000.safetensors"
 
 @pytest.fixture(scope="module")
 def work(llama, text_file) -> list:
-    """Arguments of a run of four steps, whose checkpoints have 2 MB."""
+    """Settings of a run of four steps, whose checkpoints have 2 MB."""
     flags = "--seq_length 32 --num_samples 16 --batch_size 4 --precision fp32 --no_eval"
     return ["--model", llama, "--dataset", text_file, *flags.split()]
 
@@ -120,9 +120,9 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
     from support.cli.parse import parse_arguments
 
     damage(copy)
-    args = parse_arguments(["--resume", "--resume_force", "--output_dir", str(copy)])
+    settings = parse_arguments(["--resume", "--resume_force", "--output_dir", str(copy)])
     with one_rank() as ctx:
-        found, loaded = find_checkpoint(args, ctx, copy)
+        found, loaded = find_checkpoint(settings, ctx, copy)
     assert found == step(copy, 2) and loaded["counters"]["step"] == 2
     [line] = capsys.readouterr().out.splitlines()
     assert "Skipped" in line and "step-00000004" in line and len(line) < 700 and line.isprintable()

@@ -75,9 +75,9 @@ def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> li
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
     from deepspeed.runtime.precision_config import get_float16_config
 
-    args = parse_arguments(["--strategy", strategy])
+    settings = parse_arguments(["--strategy", strategy])
     sizes = ModelSizes(256, 10**6, 10**5, tied=True)
-    config = complete_ds_config(args.configured_strategy.config, "fp16", sizes, 2, "folder")
+    config = complete_ds_config(settings.parallelism.configured.config, "fp16", sizes, 2, "folder")
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
     settings = get_float16_config(config)
     dynamic = settings.dynamic_loss_scale_args()

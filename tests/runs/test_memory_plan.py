@@ -86,8 +86,13 @@ def test_plan_of_a_run_file_is_that_of_its_flags(tmp_path):
     other = ["--batch_size", "2", "--gradient_accumulation_steps", "1", "--precision", "fp16"]
     changed = planned("--config", file, "--gpu_memory", 24, *other)
     assert changed["command"].startswith(f"python real_model_example.py --config {file} ")
-    args = parse_arguments(shlex.split(changed["command"])[2:])
-    found = (args.strategy, args.batch_size, args.gradient_accumulation_steps, args.precision)
+    settings = parse_arguments(shlex.split(changed["command"])[2:])
+    found = (
+        settings.parallelism.strategy,
+        settings.training.batch_size,
+        settings.training.gradient_accumulation_steps,
+        settings.training.precision,
+    )
     assert found == ("zero2", 2, 1, "fp16")
     alike = planned(*SAME_WORK, "--gpu_memory", 24, *other)
     assert changed["strategies"] == alike["strategies"]
@@ -97,14 +102,14 @@ def test_a_run_file_that_does_not_fit(tmp_path):
     """The command changes what must be changed, and the exit code tells a script."""
     file = tmp_path / "run.yaml"
     file.write_text("model: gpt2-xl\nbatch_size: 8\nseq_length: 1024\nlr: 1e-4\n")
-    args = ["--config", file, "--gpus", 4, "--gpu_memory", 16]
-    code, out = plan(*args)
+    settings = ["--config", file, "--gpus", 4, "--gpu_memory", 16]
+    code, out = plan(*settings)
     assert code == 1 and f"{file}: dp does not fit" in out
-    found = planned(*args)
+    found = planned(*settings)
     assert found["config"]["fits"] is False and found["recommended"] != "dp"
-    args = parse_arguments(shlex.split(found["command"])[3:])
-    assert (args.strategy, args.lr) == (found["recommended"], 1e-4)
-    assert args.batch_size * args.gradient_accumulation_steps == 8
+    settings = parse_arguments(shlex.split(found["command"])[3:])
+    assert (settings.parallelism.strategy, settings.training.lr) == (found["recommended"], 1e-4)
+    assert settings.training.batch_size * settings.training.gradient_accumulation_steps == 8
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def test_blocks_are_found_in_sharded_models(small_gpt2):
 @pytest.mark.parametrize("probability", [0.0, 0.5])
 def test_dropout_reaches_the_model(llama, probability):
     with one_rank() as ctx:
-        args = parse_arguments(["--model", str(llama), "--dropout", str(probability)])
-        model = find_model(args, ctx).load(ctx).train()
+        settings = parse_arguments(["--model", str(llama), "--dropout", str(probability)])
+        model = find_model(settings, ctx).load(ctx).train()
     first, second = (model(input_ids=torch.arange(9)[None]).logits for _ in range(2))
     assert torch.equal(first, second) == (probability == 0)
 
@@ -97,8 +97,8 @@ def test_fused_gelu_computes_the_function_of_the_model(small_gpt2):
     logits = []
     with one_rank() as ctx:
         for flag in ("--fused_gelu", "--no_fused_gelu"):
-            args = parse_arguments(["--model", str(small_gpt2), "--from_scratch", flag])
-            logits.append(find_model(args, ctx).load(ctx).eval()(torch.arange(9)[None]).logits)
+            settings = parse_arguments(["--model", str(small_gpt2), "--from_scratch", flag])
+            logits.append(find_model(settings, ctx).load(ctx).eval()(torch.arange(9)[None]).logits)
     assert torch.allclose(*logits, atol=1e-5) and not torch.equal(*logits)
 
 
@@ -193,8 +193,8 @@ def test_files_decide_whether_the_output_layer_is_the_embedding(
 )
 def test_schedule_with_warm_up(scheduler, rates):
     flags = f"--lr 1e-3 --warmup_steps 1 --lr_scheduler {scheduler}"
-    args = parse_arguments(flags.split())
-    assert [learning_rate(step, 5, args) for step in range(5)] == pytest.approx(rates, rel=1e-4)
+    settings = parse_arguments(flags.split())
+    assert [learning_rate(step, 5, settings) for step in range(5)] == pytest.approx(rates, rel=1e-4)
 
 
 def code_in_a_module(folder: Path) -> None:

@@ -48,8 +48,8 @@ def test_the_command_of_a_recipe_is_valid_and_uses_each_of_its_keys(name):
     assert recipe.start[recipe.start.index("--config") + 1] == recipe.file
     assert documents.unknown_flags(recipe.start) == []
     assert documents.usage_error(recipe.start) == ""
-    args = parse_arguments(["--config", recipe.file])
-    assert args.notices == ()
+    settings = parse_arguments(["--config", recipe.file])
+    assert settings.notices == ()
     command = [sys.executable, "real_model_example.py", "--config", recipe.file, "--print_config"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

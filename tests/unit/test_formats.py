@@ -237,8 +237,8 @@ def read(tokenizer, folder, length, conversations):
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = tokenized(folder / "chat.jsonl", tokenizer, folder)
-    args = parse_arguments(["--seq_length", str(length)])
-    sequences, facts = open_split(prepared, "train", args, Padding(length, 8))
+    settings = parse_arguments(["--seq_length", str(length)])
+    sequences, facts = open_split(prepared, "train", settings, Padding(length, 8))
     return *sequences.read(np.arange(1))[:2], facts
 
 

@@ -16,7 +16,6 @@ import transformers
 from conftest import skip
 from transformers.integrations import sdpa_attention
 
-from support.cli.arguments import Arguments
 from support.cli.parse import parse_arguments
 from support.cluster import compiler, gpus, tuning
 from support.cluster.context import DistContext
@@ -28,6 +27,7 @@ from support.errors import MissingRequirement, UserError
 from support.model.resolve import configure_transformers
 from support.report.results import say_settings
 from support.report.step_meter import StepMeter
+from support.settings.settings import Settings
 from support.units import PHASES
 from support.workload.architectures import read_architecture
 from support.workload.workload import Workload
@@ -295,7 +295,7 @@ def test_gpus_that_slurm_assigned_and_nobody_sees(monkeypatch, capsys, assigned,
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     if assigned:
         monkeypatch.setenv("SLURM_GPUS_ON_NODE", assigned)
-    args = Arguments(device=device, epochs=10, batch_size=32, lr=0.001)
+    args = Settings(device=device, epochs=10, batch_size=32, lr=0.001)
     say_settings(args, SimpleNamespace(device=torch.device("cpu"), precision="fp32", world_size=1))
     lines = capsys.readouterr().out.splitlines()
     assert ("Slurm" in lines[0]) == noticed
@@ -329,7 +329,7 @@ def test_threads_that_the_user_has_chosen_are_kept(
     monkeypatch.setattr(tuning, "available_cores", lambda: 8)
     monkeypatch.setattr(tuning, "return_freed_memory", lambda: None)
     monkeypatch.setattr(tuning.os, "environ", {"PATH": "/bin", **own})
-    tuning.tune_process(Arguments(), Launch(launcher, 0, 0, 2, 2, 0, "a", 29500))
+    tuning.tune_process(Settings(), Launch(launcher, 0, 0, 2, 2, 0, "a", 29500))
     assert tuning.os.environ["OMP_NUM_THREADS"] == threads
 
 
@@ -394,7 +394,7 @@ def test_filters_of_warnings_that_the_user_has_chosen_are_kept(monkeypatch):
         monkeypatch.setattr(tuning.sys, "warnoptions", options)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            tuning.tune_process(Arguments(), ALONE)
+            tuning.tune_process(Settings(), ALONE)
             assert warnings.filters[0][0] == first
 
 

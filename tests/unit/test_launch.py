@@ -172,23 +172,23 @@ def test_a_process_with_a_wrong_rank_reports_it_at_once(monkeypatch):
 
 
 def test_the_micro_batch_is_halved_and_the_global_batch_stays():
-    args = SimpleNamespace()
-    for args.batch_size, args.gradient_accumulation_steps, new in (
+    settings = SimpleNamespace()
+    for settings.training.batch_size, settings.training.gradient_accumulation_steps, new in (
         (8, 3, (4, 6)),
         (5, 2, (2, 5)),  # the largest divisor of the global batch below 5
     ):
-        values = restart_values(args, Path("out"))
+        values = restart_values(settings, Path("out"))
         assert (values["batch_size"], values["gradient_accumulation_steps"]) == new
 
 
 def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
-    args = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
-    values = restart_values(args, Path("out"))
+    settings = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
+    values = restart_values(settings, Path("out"))
     monkeypatch.setenv(process.RESTARTED, json.dumps(values))
-    changed = continue_restarted(args)
-    config = changed.configured_strategy.config
+    changed = continue_restarted(settings)
+    config = changed.parallelism.configured.config
     assert (changed.batch_size, changed.gradient_accumulation_steps) == (4, 2)
-    assert (changed.output_dir, changed.given) == ("out", args.given)
+    assert (changed.output_dir, changed.given) == ("out", settings.given)
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2
-    assert config["train_batch_size"] == args.configured_strategy.config["train_batch_size"]
+    assert config["train_batch_size"] == settings.parallelism.configured.config["train_batch_size"]

@@ -105,7 +105,7 @@ class Reads(TorchDispatchMode):
 def test_numbers_of_the_steps_are_read_together(tmp_path, clock):
     """Ten steps are logged at once, with a norm as PyTorch computes it or as DeepSpeed returns it."""
     run = open_run(tmp_path, clock)
-    run.args.logging_steps = 10
+    run.settings.output.logging_steps = 10
     run.ctx.device = SimpleNamespace(type="cuda")  # on a CPU each step is read
     run.start_epoch()
     norms = [torch.tensor(0.1, dtype=torch.float64), torch.tensor([2.0]), 3.0, None]
@@ -146,7 +146,7 @@ def test_peak_of_a_device(monkeypatch, name, precision, fp32_in, tflops):
 def test_steps_before_an_evaluation_are_logged_before_it(tmp_path, clock):
     """A GPU's losses wait for a logged line, and trackers drop a step that comes too late."""
     run = open_run(tmp_path, clock)
-    run.ctx.device.type, run.args.logging_steps = "cuda", 10
+    run.ctx.device.type, run.settings.output.logging_steps = "cuda", 10
     run.start_epoch()
     train(run, clock, steps=4)
     run.start_evaluation()

@@ -1,49 +1,58 @@
 """The arguments, described once; run files (--config), what overrides them, --print_config."""
 
+import dataclasses
 from typing import get_args, get_type_hints
 
 import pytest
 from conftest import PROJECT
 
-from support.cli.arguments import Arguments, choose_seq_length
-from support.cli.flags import DEFAULTS, FLAGS, GROUPS
 from support.cli.parse import output_dir_of, parse_arguments
 from support.cli.run_file import as_yaml
 from support.errors import UserError
+from support.settings.data import choose_seq_length
+from support.settings.fields import flags_of
+from support.settings.settings import SECTIONS
 
 
 def test_arguments_are_frozen():
-    args = parse_arguments(["--lr", "1e-3"])
+    settings = parse_arguments(["--lr", "1e-3"])
     with pytest.raises(AttributeError):
-        args.lr = 1
-    copy = args.replace(seq_length=64)
-    assert (copy.seq_length, copy.lr, args.seq_length) == (64, 1e-3, None)
+        settings.training.lr = 1
+    copy = settings.replace(seq_length=64)
+    assert (copy.data.seq_length, copy.training.lr) == (64, 1e-3)
+    assert settings.data.seq_length is None
 
 
-def test_every_flag_is_described_and_its_default_has_the_type_of_the_field():
-    described = {name for texts in GROUPS.values() for name in texts}
-    assert FLAGS.keys() == described
-    hints = get_type_hints(Arguments)
-    for name, default in DEFAULTS.items():
-        kinds = get_args(hints[name]) or (hints[name],)
-        assert default in (None, []) or isinstance(default, kinds), name
+@pytest.mark.parametrize("section", SECTIONS.values())
+def test_a_value_has_the_type_of_its_field(section):
+    """Only a field without a default (COMPUTED) may have None in the parser and not in its type."""
+    hints = get_type_hints(section)
+    for field in flags_of(section):
+        default, kinds = field.metadata["default"], get_args(hints[field.name])
+        is_computed = field.default is dataclasses.MISSING
+        is_computed = is_computed and field.default_factory is dataclasses.MISSING
+        assert field.metadata["help"]
+        if default is None:
+            assert is_computed or type(None) in kinds, field.name
+        elif default != []:
+            assert isinstance(default, kinds or hints[field.name]), field.name
 
 
 def test_default_of_seq_length():
-    gpt2 = parse_arguments(["--model", "gpt2"])
-    assert choose_seq_length(parse_arguments([]), None) == 256
-    assert choose_seq_length(gpt2, 1024) == 512 and choose_seq_length(gpt2, 128) == 128
+    assert choose_seq_length(None, "tiny-gpt2", None) == 256
+    assert choose_seq_length(None, "gpt2", 1024) == 512
+    assert choose_seq_length(None, "gpt2", 128) == 128
     with pytest.raises(UserError, match="more than the 64 positions"):
-        choose_seq_length(parse_arguments(["--seq_length", "65"]), 64)
+        choose_seq_length(65, "gpt2", 64)
 
 
 def test_home_folder_in_a_path(monkeypatch, tmp_path):
     """Values of a run file never see a shell."""
     monkeypatch.setenv("HOME", "/home/somebody")
     (tmp_path / "run.yaml").write_text("output_dir: ~/runs\ntext_column: ~x\n")
-    args = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--cache_dir=~/x"])
-    assert args.cache_dir == "/home/somebody/x"  # bash leaves --cache_dir=~/x as it is
-    assert (args.output_dir, args.text_column) == ("/home/somebody/runs", "~x")
+    settings = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--cache_dir=~/x"])
+    assert settings.data.cache_dir == "/home/somebody/x"  # bash leaves --cache_dir=~/x as it is
+    assert (settings.output.output_dir, settings.data.text_column) == ("/home/somebody/runs", "~x")
 
 
 STAGE3 = f"{PROJECT}/ds_config_stage3.json"
@@ -76,8 +85,8 @@ def read(tmp_path):
     ],
 )
 def test_run_file(read, text, values):
-    args = read(text)
-    assert {name: getattr(args, name) for name in values} == values
+    settings = read(text)
+    assert {name: settings.flags()[name] for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -91,8 +100,8 @@ def test_run_file(read, text, values):
     ],
 )
 def test_the_command_line_overrides_the_file(read, text, flags, values):
-    args = read(text, *flags)
-    assert {name: getattr(args, name) for name in values} == values
+    settings = read(text, *flags)
+    assert {name: settings.flags()[name] for name in values} == values
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from streams import stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
 from real_model_example import split_over_ranks
-from support.cli.arguments import Dataset
 from support.cli.parse import parse_arguments, parse_datasets
 from support.data.corpus import open_split, split_sequences
 from support.data.mixture import mix
@@ -23,6 +22,7 @@ from support.data.packing import pack
 from support.data.sequences import Padding, Sequences, shares_of
 from support.data.token_file import TokenFile
 from support.errors import TrainingError, UserError
+from support.settings.data import Dataset
 from support.units import IGNORED
 
 LENGTH = 64
@@ -53,8 +53,8 @@ def pairs(tmp_path):
 
 
 def arguments(packing: bool, **flags):
-    args = parse_arguments(["--batch_size", "4", "--seq_length", str(LENGTH)])
-    return args.replace(packing=packing, seed=0, **flags)
+    settings = parse_arguments(["--batch_size", "4", "--seq_length", str(LENGTH)])
+    return settings.replace(packing=packing, seed=0, **flags)
 
 
 PADDING = Padding(LENGTH, 8)
@@ -134,11 +134,11 @@ def test_packing_is_refused_for_text(tmp_path):
 
 
 def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_path):
-    args = arguments(packing=False, validation_split_percentage=25)
+    settings = arguments(packing=False, validation_split_percentage=25)
     counts = []
     for flags in ([], ["--validation_file", str(pairs)]):
         prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path, *flags)
-        train, validation, _ = split_sequences(prepared, args, PADDING)
+        train, validation, _ = split_sequences(prepared, settings, PADDING)
         counts.append((train.num_sequences, validation.num_sequences))
     assert counts == [(30, 10), (40, 40)]
 
@@ -146,9 +146,9 @@ def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_pat
 @pytest.mark.parametrize("packing", [False, True])
 def test_nothing_is_held_out_with_a_share_of_0(pairs, tmp_path, packing):
     prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path)
-    args = parse_arguments(["--validation_split", "0", "--seq_length", str(LENGTH)])
-    args = args.replace(packing=packing, seed=0)
-    train, validation, facts = split_sequences(prepared, args, PADDING)
+    settings = parse_arguments(["--validation_split", "0", "--seq_length", str(LENGTH)])
+    settings = settings.replace(packing=packing, seed=0)
+    train, validation, facts = split_sequences(prepared, settings, PADDING)
     assert len(train.ranges) == 40 and validation.num_sequences == 0
     assert facts["validation"]["blocks"] == 0
 
@@ -253,8 +253,8 @@ def test_tokens_that_change_after_they_were_verified_are_not_trained_on(
     pairs, tmp_path, change, packing
 ):
     prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path / "cache")
-    args = arguments(packing, validation_split=0.3)
-    opened = split_sequences(prepared, args, PADDING)[:2]
+    settings = arguments(packing, validation_split=0.3)
+    opened = split_sequences(prepared, settings, PADDING)[:2]
     file = f"{prepared['folder']}/train.bin"
     for sequences in opened:
         sequences.read(np.arange(2))

@@ -92,13 +92,15 @@ def notices(file, tokenizer, folder, capsys, *flags):
     """What is told about a dataset, before the training and before that of a stream."""
     found = []
     flags = ["--dataset", file, "--cache_dir", folder, "--seq_length", "64", *flags]
-    args = parse_arguments([str(flag) for flag in flags])
+    settings = parse_arguments([str(flag) for flag in flags])
     ctx = SimpleNamespace(device=SimpleNamespace(type="cpu"), once_per_node=lambda name, do: do())
     ctx.all_gather = lambda value: [value]
     capsys.readouterr()
-    open_corpus(args, ctx, tokenizer, str(file))
+    open_corpus(settings, ctx, tokenizer, str(file))
     found.append(capsys.readouterr().out)
-    stream = stream_of(file, tokenizer, packing=args.packing, seq_length=args.seq_length)
+    stream = stream_of(
+        file, tokenizer, packing=settings.data.packing, seq_length=settings.data.seq_length
+    )
     stream.first_sequence()
     found.append(capsys.readouterr().out)
     return [[line for line in out.splitlines() if "ℹ️" in line] for out in found]
@@ -144,8 +146,10 @@ def test_answers_that_are_cut_before_their_end(tmp_path, capsys):
     assert all("--seq_length" in line for [line] in told)
     prepared = tokenized(file, tokenizer, tmp_path)
     for length, count in ((8, 0), (64, 1), (4096, 3)):
-        args = parse_arguments(["--seq_length", str(length)])
-        assert open_split(prepared, "train", args, Padding(length, 8))[1]["trained_ends"] == count
+        settings = parse_arguments(["--seq_length", str(length)])
+        assert (
+            open_split(prepared, "train", settings, Padding(length, 8))[1]["trained_ends"] == count
+        )
     tokenizer.eos_token = None
     told = notices(file, tokenizer, tmp_path, capsys)
     assert all("eos_token" in line for [line] in told)

@@ -48,8 +48,8 @@ def test_tables_name_existing_flags_once():
     ],
 )
 def test_what_a_flag_sets(flags, values):
-    args = parse_arguments(flags)
-    assert {name: getattr(args, name) for name in values} == values
+    settings = parse_arguments(flags)
+    assert {name: settings.flags()[name] for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_adam_settings_reach_the_optimizer():
 
 
 def test_weight_decay_is_for_matrices_only():
-    args = parse_arguments(["--weight_decay", "0.5"])
+    settings = parse_arguments(["--weight_decay", "0.5"])
     layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    decay = {p: g["weight_decay"] for g in parameter_groups(layers, args) for p in g["params"]}
+    decay = {p: g["weight_decay"] for g in parameter_groups(layers, settings) for p in g["params"]}
     found = {name: decay[parameter] for name, parameter in layers.named_parameters()}
     assert found == {"0.weight": 0.5, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}
 
@@ -119,7 +119,7 @@ def test_warmup_ratio_is_a_share_of_all_steps():
 
 def test_fsdp_takes_the_options_of_trainer():
     def options(*flags):
-        return parse_arguments(["--fsdp", *flags]).configured_strategy.options
+        return parse_arguments(["--fsdp", *flags]).parallelism.configured.options
 
     assert options() == options("full_shard auto_wrap") == FsdpOptions()
     assert options("shard_grad_op auto_wrap").reshard_after_forward is False
@@ -133,7 +133,7 @@ def test_file_of_fsdp(tmp_path):
         (tmp_path / "fsdp.json").write_text(json.dumps(content))
         return parse_arguments(["--strategy=fsdp", f"--fsdp_config={tmp_path}/fsdp.json"])
 
-    args = read(
+    settings = read(
         fsdp_sharding_strategy="SHARD_GRAD_OP",
         fsdp_mixed_precision="BFLOAT16",
         fsdp_transformer_layer_cls_to_wrap="GPT2Block, Other",
@@ -141,10 +141,10 @@ def test_file_of_fsdp(tmp_path):
         backward_prefetch="backward_pre",
         _comment="mine",
     )
-    options = args.configured_strategy.options
-    assert args.precision == "bf16" and options.layers == ("GPT2Block", "Other")
+    options = settings.parallelism.configured.options
+    assert settings.training.precision == "bf16" and options.layers == ("GPT2Block", "Other")
     assert not options.reshard_after_forward and options.wrap_layers
-    assert args.notices[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
+    assert settings.notices[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
     assert read(sharding_strategy="no_shard").strategy == "dp"
     with pytest.raises(UserError, match=r"fsdp\.json: sharding_strategy HALF"):
         read(sharding_strategy="half")

@@ -59,8 +59,8 @@ def one_step(ctx, monkeypatch):
         micro_batches = [(torch.full((2, 4), n + 1), torch.ones(2, 4), None) for n in range(3)]
         state = TrainState(total_steps=9, num_sequences=99, global_batch=6, step=step)
         run.manager.stop_requested.return_value = False
-        args = parse_arguments(["--max_grad_norm", "0.5", "--lr", "0.1"])
-        train_epoch(objects, [StepBatch(micro_batches, tokens=24)], state, run, args, ctx)
+        settings = parse_arguments(["--max_grad_norm", "0.5", "--lr", "0.1"])
+        train_epoch(objects, [StepBatch(micro_batches, tokens=24)], state, run, settings, ctx)
         norm = run.log_step.call_args.args[2]
         return model.weight.detach(), gradients, norm, seeds[-3:]
 
@@ -72,8 +72,8 @@ def scaler_of(ctx, precision: str) -> torch.amp.GradScaler:
     ctx.precision = precision
     spec = MagicMock()
     spec.load.return_value = torch.nn.Linear(1, 1)
-    args = parse_arguments([])
-    scaler = program.build_ddp(STRATEGIES["dp"], args, ctx, spec, MagicMock()).scaler
+    settings = parse_arguments([])
+    scaler = program.build_ddp(STRATEGIES["dp"], settings, ctx, spec, MagicMock()).scaler
     ctx.precision = "fp32"  # fp16 needs a GPU; scaling does not
     return scaler
 
@@ -164,10 +164,10 @@ def test_early_stopping_counts_evaluations_without_improvement():
 
 
 def test_a_resumed_run_continues_the_counters():
-    args = parse_arguments(["--batch_size", "4", "--max_steps", "6"])
+    settings = parse_arguments(["--batch_size", "4", "--max_steps", "6"])
     state = state_of(tokens=64, training_seconds=1.0, first_loss=3.0, last_loss=2.0)
     state.advance()
     saved = state.counters()
     assert saved["step"] == 1 and saved["samples"] == 4 and saved["tokens"] == 64
-    resumed = train_state(saved, SimpleNamespace(num_sequences=10), args, world_size=1)
+    resumed = train_state(saved, SimpleNamespace(num_sequences=10), settings, world_size=1)
     assert resumed.counters() == saved and resumed.first_step == 1

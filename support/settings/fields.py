@@ -1,0 +1,43 @@
+"""A setting of a section: a field of a dataclass, with its flag, type, default and help."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from support.settings import flag_types
+
+COMPUTED = object()  # a default that depends on other flags: support/cli/parse.py computes it
+
+
+def flag(default: Any, kind: Callable[[str], Any], text: str, **options: Any) -> Any:
+    """Return a field with the flag --NAME, NAME being the name of the field.
+
+    Args:
+        default: the value without the flag. With COMPUTED the section cannot be created without it.
+        kind: converts the text of a value, or raises argparse.ArgumentTypeError; see flag_types.
+        text: the help.
+        options: others of argparse's `add_argument`: metavar, choices, nargs, const.
+    """
+    of_parser = None if default is COMPUTED else default
+    metadata = {"default": of_parser, "type": kind, "help": text, "options": options}
+    if default is COMPUTED:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: [*default], metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def switch(default: bool, text: str) -> Any:
+    """Return a field with the flags --NAME and --no_NAME.
+
+    Args:
+        text: the help of the one that changes the default.
+    """
+    return flag(default, flag_types.boolean, text)
+
+
+def flags_of(section: Any) -> list[dataclasses.Field]:
+    """Return the fields of a section, a class or an object, that are flags."""
+    return [field for field in dataclasses.fields(section) if "help" in field.metadata]
