@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from support.settings import flag_types
 
 COMPUTED = object()  # a default that depends on other flags: support/cli/parse.py computes it
 
 
-def flag(default: Any, kind: Callable[[str], Any], text: str, **options: Any) -> Any:
+def flag(default: object, kind: Callable[[str], object], text: str, **options: object) -> Any:
     """Return a field with the flag --NAME, NAME being the name of the field.
 
     Args:
@@ -38,6 +38,13 @@ def switch(default: bool, text: str) -> Any:
     return flag(default, flag_types.boolean, text)
 
 
-def flags_of(section: Any) -> list[dataclasses.Field]:
-    """Return the fields of a section, a class or an object, that are flags."""
+class Section(Protocol):
+    """A frozen dataclass of flags, and the title of their group in --help."""
+
+    title: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+
+def flags_of(section: type[Section]) -> list[dataclasses.Field]:
+    """Return the fields of a section that are flags."""
     return [field for field in dataclasses.fields(section) if "help" in field.metadata]

@@ -12,14 +12,17 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from support.files.user_files import shown
 
+Number = TypeVar("Number", int, float)
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
 
 
-def _number(kind: Callable, is_valid: Callable, what: str, text: str) -> Any:
+def _number(
+    kind: Callable[[str], Number], is_valid: Callable[[Number], bool], what: str, text: str
+) -> Number:
     with contextlib.suppress(ValueError):
         if is_valid(value := kind(text)):
             return value
@@ -100,7 +103,7 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
-def path_or_switch(on: Any, off: Any) -> Callable[[str], Any]:
+def path_or_switch(on: object, off: object) -> Callable[[str], object]:
     """Return a type for a path, or true and false, which become `on` and `off`."""
     return lambda text: {"true": on, "false": off}.get(text.lower(), name(text))
 

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from support.settings.cluster import ClusterSettings
 from support.settings.command import CommandSettings, RunFileSettings
 from support.settings.data import DataSettings
 from support.settings.debug import DebugSettings
-from support.settings.fields import flags_of
+from support.settings.fields import Section, flags_of
 from support.settings.model import ModelSettings
 from support.settings.output import OutputSettings
 from support.settings.parallelism import ParallelismSettings
 from support.settings.trainer import TrainerFlags
 from support.settings.training import TrainingSettings
-
-
-class Section(Protocol):
-    """A frozen dataclass of flags, and the title of their group in --help."""
-
-    title: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+from support.strategies.strategy import FlagValues
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,7 @@ class Settings:
     hub: Hub = Hub()  # not a section: known later than the flags
 
     @classmethod
-    def of_flags(cls, values: Mapping[str, Any], computed: Mapping[str, Any]) -> Settings:
+    def of_flags(cls, values: FlagValues, computed: FlagValues) -> Settings:
         """Create all sections.
 
         Args:
@@ -69,9 +62,9 @@ class Settings:
             sections[name] = section(**{field: every[field] for field in fields})
         return cls(**sections)
 
-    def replace(self, **values: Any) -> Settings:
+    def replace(self, **values: object) -> Settings:
         """Return a copy with other values of flags; a new name is a KeyError."""
-        changes: dict[str, dict[str, Any]] = {}
+        changes: dict[str, dict[str, object]] = {}
         for name, value in values.items():
             changes.setdefault(SECTION_OF[name], {})[name] = value
         sections = {
@@ -80,7 +73,7 @@ class Settings:
         }
         return dataclasses.replace(self, **sections)
 
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> FlagValues:
         """Return the values of all flags by name."""
         return {name: getattr(getattr(self, SECTION_OF[name]), name) for name in FLAGS}
 
@@ -101,4 +94,4 @@ FLAGS = {field.name: field for section in SECTIONS.values() for field in flags_o
 SECTION_OF = {
     field.name: name for name, section in SECTIONS.items() for field in dataclasses.fields(section)
 }
-DEFAULTS: dict[str, Any] = {name: field.metadata["default"] for name, field in FLAGS.items()}
+DEFAULTS: FlagValues = {name: field.metadata["default"] for name, field in FLAGS.items()}
