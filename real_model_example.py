@@ -28,7 +28,7 @@ DeepSpeed stores them in the precision of the computation, and O includes an fp3
 All strategies train the same model: for the same global batch and without dropout the losses agree
 up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
 train_epoch_deepspeed(): the lines that differ are what DeepSpeed changes. The flags and their
-defaults are in support/cli/arguments.py. <output_dir> gets results.json, metrics.jsonl, the
+defaults are in support/settings/. <output_dir> gets results.json, metrics.jsonl, the
 checkpoints (--save_every) and the trained model (hf/).
 """
 
@@ -55,7 +55,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.checkpoints.manager import CheckpointManager
-from support.settings.settings import Settings
 from support.cluster import process_group
 from support.cluster.context import DistContext
 from support.cluster.failures import FailureMonitor
@@ -63,6 +62,7 @@ from support.data import batches, opening
 from support.model import resolve
 from support.report import finish, start
 from support.report.start_log import StartLog
+from support.settings.settings import Settings
 from support.strategies import gradients, table
 from support.strategies.deepspeed import setup
 from support.strategies.fsdp import shards

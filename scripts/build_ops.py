@@ -20,7 +20,7 @@ from support import process, programs
 if __name__ == "__main__":
     process.catch_signals()
 
-from support.cli import argument_types as kinds
+from support.cli.parser import Parser
 from support.errors import EXIT_FAILED, MissingRequirement
 from support.strategies.deepspeed import ops, requirements
 from support.strategies.table import STRATEGIES
@@ -28,7 +28,7 @@ from support.strategies.table import STRATEGIES
 
 def main() -> None:
     """Read the arguments, and compile what is missing."""
-    parser = kinds.Parser.of_script(__doc__)
+    parser = Parser.of_script(__doc__)
     every_op = [*dict.fromkeys(op for row in STRATEGIES.values() for op in row.needed_ops())]
     choices = [*STRATEGIES, *every_op]
     parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")

@@ -23,9 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import process, programs
-from support.cli import argument_types as kinds
+from support.cli.parser import Options, Parser
 from support.errors import EXIT_COMPLETED, UserError, first_line, redact
 from support.files.atomic import write_atomically, write_text
+from support.settings import flag_types
 
 EXIT_NOT_COMPLETED = 3
 
@@ -96,18 +97,24 @@ def print_status(place: Path) -> int:
     return EXIT_COMPLETED if run.status == "completed" else EXIT_NOT_COMPLETED
 
 
-def parse() -> kinds.Options:
+def parse() -> Options:
     """Parse and check the command line."""
-    parser = kinds.Parser.of_script(__doc__)
+    parser = Parser.of_script(__doc__)
     add = parser.add_argument
-    add("runs", type=kinds.path, metavar="RUN", nargs="+", help="two or more runs, or one folder")
+    add(
+        "runs",
+        type=flag_types.path,
+        metavar="RUN",
+        nargs="+",
+        help="two or more runs, or one folder",
+    )
     tolerance = "largest relative difference of equal losses; of gradient norms ten times as much "
     tolerance += "(default: what rounding explains in the precision, such as 1e-4 in fp32)"
-    add("--tolerance", type=kinds.natural_float, help=tolerance)
+    add("--tolerance", type=flag_types.natural_float, help=tolerance)
     figure = "the figure (.png, .svg or .pdf; default: difference_from_<last RUN's name>.png)"
-    add("--plot", type=kinds.path, metavar="FILE", help=figure)
+    add("--plot", type=flag_types.path, metavar="FILE", help=figure)
     files = "where the report on strategies goes (default: here)"
-    add("--output_dir", type=kinds.path, default=Path(), help=files)
+    add("--output_dir", type=flag_types.path, default=Path(), help=files)
     add("--wide", action="store_true", help="more columns, wider than 80")
     add("--json", action="store_true", help="print JSON instead of text")
     status = (

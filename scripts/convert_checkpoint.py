@@ -22,17 +22,18 @@ from support import process, programs
 if __name__ == "__main__":
     process.catch_signals()
 
-from support.cli import argument_types as kinds
+from support.cli.parser import Parser
 from support.errors import UserError, explain
+from support.settings import flag_types
 
 
 def main() -> None:
     """Read the arguments, and run the command."""
-    parser = kinds.Parser.of_script(__doc__)
+    parser = Parser.of_script(__doc__)
     add = parser.add_argument
     source = "the folder of a checkpoint, of a run, or for --to checkpoint of another program's"
-    add("source", type=kinds.path, metavar="CKPT", help=source)
-    add("target", type=kinds.path, metavar="OUT", nargs="?", help="the new folder, for --to")
+    add("source", type=flag_types.path, metavar="CKPT", help=source)
+    add("target", type=flag_types.path, metavar="OUT", nargs="?", help="the new folder, for --to")
     add("--to", choices=("hf", "torch", "checkpoint"), help="the format of OUT")
     add("--inspect", action="store_true", help="describe CKPT, and verify its files")
     dtypes = ("fp32", "bf16", "fp16")

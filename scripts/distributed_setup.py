@@ -30,15 +30,16 @@ from support import process, programs
 if __name__ == "__main__":
     process.catch_signals()
 
-from support.cli import argument_types as kinds
 from support.cli.parse import parse_arguments
+from support.cli.parser import Parser
 from support.cluster import setup_files
 from support.errors import TrainingError, UserError, redact
 from support.files.atomic import write_text
+from support.settings import flag_types
 from support.strategies.fsdp.options import SHARDING
 
-COUNT = kinds.whole(1, 100_000)
-PORT = kinds.whole(1024, 65535)
+COUNT = flag_types.whole(1, 100_000)
+PORT = flag_types.whole(1024, 65535)
 
 
 def word(text: str) -> str:
@@ -48,9 +49,9 @@ def word(text: str) -> str:
     return text
 
 
-def build_parser() -> kinds.Parser:
+def build_parser() -> Parser:
     """Build the parser: each subcommand with its flags."""
-    parser = kinds.Parser.of_script(__doc__)
+    parser = Parser.of_script(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
 
     def command(name: str, summary: str, output: str) -> Callable:
@@ -120,7 +121,7 @@ def add_slurm_flags(add: Callable) -> None:
     said = "save before the time limit or on preemption, requeue the job, and resume"
     add("--requeue", action="store_true", help=said)
     said = "time of the signal to save before the limit, with --requeue (default: 120)"
-    add("--signal_seconds", type=kinds.whole(1, 65535), default=120, metavar="S", help=said)
+    add("--signal_seconds", type=flag_types.whole(1, 65535), default=120, metavar="S", help=said)
 
 
 def main() -> None:

@@ -33,10 +33,8 @@ from support import process, programs
 if __name__ == "__main__":
     process.catch_signals()
 
-from support.cli import argument_types as kinds
-from support.cli.argument_types import Options
-from support.cli.arguments import choose_seq_length, isolates_documents
 from support.cli.parse import parse_arguments
+from support.cli.parser import Options, Parser
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files.weight_files import NAMES as WEIGHTS
 from support.memory import fit
@@ -45,29 +43,31 @@ from support.memory.find_architecture import find_architecture
 from support.memory.fit import PREFERENCE, Limits
 from support.optimizers import OPTIMIZERS
 from support.report import cost
+from support.settings import flag_types
+from support.settings.data import choose_seq_length
 from support.text_tables import text_table
-from support.units import GB
+from support.units import GB, HOPPER, TURING
 from support.workload.activations import STEP
 from support.workload.architectures import name_on_hub
-from support.workload.workload import Workload, workload_of
+from support.workload.workload import Workload, adapters
 
-SIZE = kinds.positive_float
+SIZE = flag_types.positive_float
 MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
     Qwen2.5-0.5B, Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2,
     Llama, Mistral, Qwen, GPT-NeoX) (default: gpt2)"""
 # Name, type, placeholder and help of flags; those of a run are named as in real_model_example.py.
 FLAGS = (
-    ("gpus", kinds.ranks, "N", "number of ranks, one per GPU (default: 1)"),
-    ("gpus_per_node", kinds.ranks, "N", "of one node (default: --gpus, at most 8)"),
-    ("nodes", kinds.ranks, "N", "nodes of --gpus_per_node GPUs, instead of --gpus"),
+    ("gpus", flag_types.ranks, "N", "number of ranks, one per GPU (default: 1)"),
+    ("gpus_per_node", flag_types.ranks, "N", "of one node (default: --gpus, at most 8)"),
+    ("nodes", flag_types.ranks, "N", "nodes of --gpus_per_node GPUs, instead of --gpus"),
     ("gpu_memory", SIZE, "GB", "of one GPU, as in nvidia-smi (2^30 bytes) (default: plan CPUs)"),
     ("host_memory", SIZE, "GB", "of a node, for offload, infinity and CPU processes"),
     ("nvme_free", SIZE, "GB", "of a node's disk, for infinity"),
-    ("batch_size", kinds.batch, "N", "sequences per GPU in a micro-batch (default: 4)"),
-    ("seq_length", kinds.block_length, "N", "tokens in a sequence (default: as for a run)"),
-    ("gradient_accumulation_steps", kinds.batch, "N", "micro-batches per step (default: 1)"),
-    ("lora_r", kinds.rank_of_adapters, "R", "train adapters of this rank, freeze the rest"),
-    ("lora_targets", kinds.word, "LIST", "the layers that get an adapter"),
+    ("batch_size", flag_types.batch, "N", "sequences per GPU in a micro-batch (default: 4)"),
+    ("seq_length", flag_types.block_length, "N", "tokens in a sequence (default: as for a run)"),
+    ("gradient_accumulation_steps", flag_types.batch, "N", "micro-batches per step (default: 1)"),
+    ("lora_r", flag_types.rank_of_adapters, "R", "train adapters of this rank, freeze the rest"),
+    ("lora_targets", flag_types.word, "LIST", "the layers that get an adapter"),
 )
 SWITCHES = {
     "--no_fused_gelu": "compute GPT-2's activation as transformers does",
@@ -87,16 +87,21 @@ SAME_FLAGS = """
     """.split()
 DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw"}  # a run has them without flags
 COST_FLAGS = (
-    ("tokens", kinds.tokens, "N", "tokens of the training data"),
-    ("epochs", kinds.epochs, "N", "passes over --tokens (default: 1)"),
-    ("max_steps", kinds.max_steps, "N", "optimizer steps, instead of --tokens"),
-    ("results", kinds.name, "RUN", "take the rate of this completed run (folder or results.json)"),
-    ("device", kinds.word, "GPU", "assume the rate of this GPU, A100 for example"),
-    ("mfu", kinds.real(1), "SHARE", "assumed share of its peak FLOP/s (default: 0.4)"),
+    ("tokens", flag_types.tokens, "N", "tokens of the training data"),
+    ("epochs", flag_types.epochs, "N", "passes over --tokens (default: 1)"),
+    ("max_steps", flag_types.max_steps, "N", "optimizer steps, instead of --tokens"),
+    (
+        "results",
+        flag_types.name,
+        "RUN",
+        "take the rate of this completed run (folder or results.json)",
+    ),
+    ("device", flag_types.word, "GPU", "assume the rate of this GPU, A100 for example"),
+    ("mfu", flag_types.real(1), "SHARE", "assumed share of its peak FLOP/s (default: 0.4)"),
     ("bandwidth", SIZE, "GB/S", "add the time of sending, at the all-reduce rate of --check"),
     ("price", SIZE, "DOLLARS", "of a GPU-hour"),
     ("watts", SIZE, "W", "electric power of a GPU"),
-    ("time_limit", kinds.word, "HH:MM:SS", "of a Slurm job: plan the jobs"),
+    ("time_limit", flag_types.word, "HH:MM:SS", "of a Slurm job: plan the jobs"),
     ("save_seconds", SIZE, "S", "time of a save, for --time_limit (default: that of --results)"),
     ("mtbf", SIZE, "H", "hours between failures of a GPU, for --time_limit (default: 50000)"),
 )
@@ -109,12 +114,12 @@ UNCONFIRMED = (
 ON_CPU = "A process also holds Python, the libraries, and memory that it keeps for reuse."
 
 
-def build_parser() -> kinds.Parser:
+def build_parser() -> Parser:
     """Build the parser."""
-    parser = kinds.Parser.of_script(__doc__)
-    parser.add_argument("--model", type=kinds.name, default="gpt2", help=MODELS)
+    parser = Parser.of_script(__doc__)
+    parser.add_argument("--model", type=flag_types.name, default="gpt2", help=MODELS)
     text = "YAML with flags of a run, whose model and workload are planned; the others override it"
-    parser.add_argument("--config", type=kinds.name, metavar="FILE", help=text)
+    parser.add_argument("--config", type=flag_types.name, metavar="FILE", help=text)
     costs = parser.add_argument_group("cost (needs an amount of work and a rate)")
     for group, flags in ((parser, FLAGS), (costs, COST_FLAGS)):
         for name, kind, placeholder, text in flags:
@@ -136,23 +141,26 @@ def main() -> int:
     return (solve if args.solve else plan)(args, work, limits)
 
 
-def read_flags(parser: kinds.Parser) -> Options:
+def read_flags(parser: Parser) -> Options:
     """Return the flags, with the values of --config as defaults and as `in_file`."""
     args = parser.parse_args()
     if args.config is None:
         return args
     run = parse_arguments(["--config", args.config])
     fit.check_is_planned(run)
-    values = {name: getattr(run, name) for name in SAME_FLAGS} | {
-        "precision": parser.get_default("precision") if run.precision == "auto" else run.precision,
-        "no_fused_gelu": not run.fused_gelu,
-        "isolate_documents": isolates_documents(run),
+    flags, isolates = run.flags(), run.data.isolates_documents
+    values = {name: flags[name] for name in SAME_FLAGS} | {
+        "precision": parser.get_default("precision")
+        if flags["precision"] == "auto"
+        else flags["precision"],
+        "no_fused_gelu": not flags["fused_gelu"],
+        "isolate_documents": isolates,
     }
     parser.set_defaults(in_file=values, **values)
     if args.tokens:
-        parser.set_defaults(epochs=run.epochs)
+        parser.set_defaults(epochs=run.training.epochs)
     elif any(getattr(args, flag) for flag in cost.RATE):
-        parser.set_defaults(max_steps=run.max_steps)
+        parser.set_defaults(max_steps=run.training.max_steps)
     return parser.parse_args()
 
 
@@ -175,10 +183,25 @@ def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
         raise UserError("--solve gpus needs --gpu_memory: processes on a CPU share its memory.")
     cost.is_planned(args)  # raises if its flags do not fit together
     model = find_architecture(args.model)
-    length = choose_seq_length(args, model.limit)
+    length = choose_seq_length(args.seq_length, args.model, model.limit)
     args = args.replace(model=name_on_hub(args.model), gpus=gpus, seq_length=length)
-    args.fused_gelu = not args.no_fused_gelu
-    work = workload_of(args, model, gpus, args.precision, args.isolate_documents)
+    work = Workload(
+        model,
+        gpus,
+        args.batch_size,
+        length,
+        args.precision,
+        args.gradient_checkpointing,
+        args.gradient_accumulation_steps,
+        lora=adapters(model, args.lora_r, args.lora_targets),
+        fused_gelu=not args.no_fused_gelu,
+        attention_mask=args.isolate_documents,
+        optimizer=args.optim,
+        compiled=args.compile,
+        load_in_4bit=args.load_in_4bit,
+        # Newer GPUs than those of this capability usually use bf16.
+        capability=TURING if args.precision == "fp16" else HOPPER,
+    )
     memory = (args.gpu_memory, args.host_memory, args.nvme_free)
     gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
     if gpu is None:

@@ -15,18 +15,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import process, programs
-from support.cli import argument_types as kinds
+from support.cli.parser import Parser
 from support.errors import UserError
 from support.files.atomic import write_text
+from support.settings import flag_types
 
 
 def main() -> None:
     """Read the arguments, and write the page."""
-    parser = kinds.Parser.of_script(__doc__)
+    parser = Parser.of_script(__doc__)
     run = "output folder of a run, or comparison_runs/NAME"
-    parser.add_argument("run", type=kinds.path, metavar="RUN", help=run)
+    parser.add_argument("run", type=flag_types.path, metavar="RUN", help=run)
     page = "the page (default: report.html in RUN)"
-    parser.add_argument("--out", type=kinds.path, metavar="FILE", help=page)
+    parser.add_argument("--out", type=flag_types.path, metavar="FILE", help=page)
     args = parser.parse_args()
     from support.report.page import page_of  # --help must be fast
 

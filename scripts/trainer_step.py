@@ -29,10 +29,10 @@ from transformers import Trainer, TrainingArguments
 
 from support.checkpoints.convert import write_checkpoint
 from support.checkpoints.format import step_folder
-from support.settings.settings import Settings
 from support.cluster.process_group import single_process
 from support.data.opening import open_tokenized
 from support.model import resolve as models
+from support.settings.settings import Settings
 from support.units import IGNORED
 
 # Flags that have the same name and meaning in TrainingArguments.
@@ -66,9 +66,10 @@ def make_step(settings: Settings, model: nn.Module, train) -> None:
 
     assert settings.output.output_dir  # --prove gives it
     folder = Path(settings.output.output_dir)
-    settings = TrainingArguments(
+    flags = settings.flags()
+    arguments = TrainingArguments(
         str(folder / "trainer"),
-        **{name: getattr(settings, name) for name in SAME},
+        **{name: flags[name] for name in SAME},
         per_device_train_batch_size=settings.training.batch_size,
         learning_rate=settings.training.lr,
         lr_scheduler_type=settings.training.lr_scheduler,
@@ -80,7 +81,7 @@ def make_step(settings: Settings, model: nn.Module, train) -> None:
         disable_tqdm=True,
     )
     data: Any = range(train.num_sequences)
-    trainer = Trainer(model, settings, as_batch, data)
+    trainer = Trainer(model, arguments, as_batch, data)
     loss = trainer.train().training_loss
     norm = next(log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -8,13 +8,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from support import console, process
 from support.cli import checks
-from support.settings.settings import Settings
-from support.cli.parse import parse_arguments
+from support.cli.parse import read_command_line
 from support.cluster import launch as launching
 from support.cluster import restart, tuning
 from support.cluster.launch import Launch
@@ -29,6 +29,8 @@ from support.errors import (
 )
 from support.files.user_files import check_readable, read_json
 from support.optimizers import OPTIMIZERS
+from support.settings.command import CommandSettings
+from support.settings.settings import Hub, Settings
 from support.tables import EMBEDDED_MODEL
 
 # Files of a model folder that a run reads; a Trainer's checkpoint also has others.
@@ -54,39 +56,40 @@ def start(argv: list[str]) -> tuple[Settings, Launch]:
             raise UserError("The current folder was removed: change to another one.")
         # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
         launch = launching.detect_launch()
-        args = parse_arguments(argv)
+        line = read_command_line(argv)
+        settings = line.settings
         if process.RESTARTED in os.environ:
-            args = restart.continue_restarted(args)
-        console.configure(launch.rank, args.quiet, args.verbose)
-        if args.print_config:
-            print_config(args)
-        refuse_launcher(args, launch)
-        tuning.choose_hardware(args.device)
-        if args.prove is not None:
+            settings = restart.continue_restarted(settings)
+        console.configure(launch.rank, settings.output.quiet, verbose)
+        if settings.run_file.print_config:
+            print_config(settings, line.sources)
+        refuse_launcher(settings.command, launch)
+        tuning.choose_hardware(settings.training.device)
+        if settings.command.prove is not None:
             # Before the settings of this process, which the runs of --prove would inherit.
             from support.commands import prove  # imports torch
 
-            sys.exit(prove.prove(args))
-        tuning.tune_process(args, launch)
-        if args.simulate_gpus:
-            launch = launching.simulated(launch, args.simulate_gpus)
-        check_model_path(args)
-        checks.check_data_paths(args)
+            sys.exit(prove.prove(settings))
+        tuning.tune_process(settings, launch)
+        if settings.debug.simulate_gpus:
+            launch = launching.simulated(launch, settings.debug.simulate_gpus)
+        check_model_path(settings)
+        checks.check_data_paths(settings)
         # These two write no results, and may run where the run's disks and packages are missing.
-        if not (args.prefetch or args.show_sample):
-            check_run(args)
-        args = ask_hub(args, launch)
-        for line in args.notices if launch.is_main and not args.quiet else ():
-            print(f"ℹ️  {line}")
-        if args.prefetch:
+        if not (settings.command.prefetch or settings.command.show_sample):
+            check_run(settings)
+        settings = replace(settings, hub=ask_hub(settings, launch))
+        for notice in line.notices if launch.is_main and not settings.output.quiet else ():
+            print(f"ℹ️  {notice}")
+        if settings.command.prefetch:
             from support.commands.prefetch import prefetch  # imports torch
 
-            prefetch(args, launch)  # does not return
+            prefetch(settings, launch)  # does not return
     except UserError as error:
         exit_before_start(error, verbose)
     # The imports that follow create 2 million objects and no garbage: a sixth less CPU time.
     gc.disable()
-    return args, launch
+    return settings, launch
 
 
 def prepare_for_failures(verbose: bool) -> None:
@@ -100,18 +103,18 @@ def prepare_for_failures(verbose: bool) -> None:
     sys.excepthook = lambda _kind, error, _traceback: exit_before_start(error, verbose)
 
 
-def refuse_launcher(settings: Settings, launch: Launch) -> None:
+def refuse_launcher(command: CommandSettings, launch: Launch) -> None:
     """Check that the commands of one process were not started by a launcher."""
     for flag in ("prove", "prefetch"):
-        if getattr(settings, flag) and launch.world_size > 1:
+        if getattr(command, flag) and launch.world_size > 1:
             raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
 
 
-def print_config(settings: Settings) -> NoReturn:
+def print_config(settings: Settings, sources: dict[str, str]) -> NoReturn:
     """Print the flags as a run file, and exit."""
     from support.cli.run_file import as_yaml
 
-    print(redact(as_yaml(settings)), end="")
+    print(redact(as_yaml(settings.flags(), sources)), end="")
     process.check_output()
     sys.exit(EXIT_COMPLETED)
 
@@ -186,15 +189,15 @@ def check_run(settings: Settings) -> None:
             raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
 
 
-def ask_hub(settings: Settings, launch: Launch) -> Settings:
-    """Return the arguments with whether the hub is used; only a run that needs it asks it."""
+def ask_hub(settings: Settings, launch: Launch) -> Hub:
+    """Return whether the hub is used; only a run that needs it asks it."""
     if not (any(checks.names_on_hub(settings)) or settings.output.push_to_hub):
         os.environ["HF_HUB_OFFLINE"] = "1"
-        return settings.replace(hub_offline=True)
+        return Hub(offline=True)
     from support.cli import hub
 
     offline, problem = hub.ask_hub(settings, launch.is_main, launch.is_node_leader)
-    return settings.replace(hub_offline=offline, hub_problem=problem)
+    return Hub(offline, problem)
 
 
 def check_model_path(settings: Settings) -> None:

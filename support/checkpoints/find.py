@@ -7,11 +7,11 @@ from support import console
 from support.checkpoints.format import candidates_in, list_checkpoints
 from support.checkpoints.signature import flags_signature
 from support.checkpoints.verify import find_damage, read_manifest
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.errors import UserError, same_redacted
 from support.files.user_files import shown
 from support.optimizers import OPTIMIZERS
+from support.settings.settings import Settings
 
 
 class FoundCheckpoint(NamedTuple):

@@ -29,7 +29,6 @@ from support.checkpoints.find import (
 )
 from support.checkpoints.saving import PieceWriter, write_shards
 from support.checkpoints.signature import run_signature
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.errors import FirstError, OutOfMemory, TrainingError, explain, redact_value
@@ -37,6 +36,7 @@ from support.files import atomic
 from support.files.safetensors_writer import save_file
 from support.model.export import TrainedModel
 from support.model.weights import persistent_buffers
+from support.settings.settings import Settings
 from support.strategies import gradients
 from support.strategies.objects import TrainingObjects
 from support.train_state import NEW_RUN, TrainState
@@ -61,15 +61,17 @@ class CheckpointManager:
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
 
     def __post_init__(self, datasets: Datasets) -> None:
-        args = self.settings
+        settings = self.settings
         self.model, self.module = self.objects.model, self.objects.module
         # The training sequences of --streaming, whose position is saved.
-        self.stream = datasets.train if args.streaming else None
-        self.identity = run_signature(args, self.ctx, self.spec, datasets.facts, self.module)
+        self.stream = datasets.train if settings.data.streaming else None
+        self.identity = run_signature(settings, self.ctx, self.spec, datasets.facts, self.module)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
-        if not args.eval_only:
+        if not settings.training.eval_only:
             self.state = self.objects.sharded_state(self.ctx.device)
-        self.may_save = self.ctx.shares_output and not (args.eval_only or args.no_save)
+        self.may_save = self.ctx.shares_output and not (
+            settings.training.eval_only or settings.output.no_save
+        )
         self._stop = DelayedFlag()
 
     @staticmethod

@@ -9,11 +9,11 @@ import hashlib
 import json
 import os
 
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.data.chat import rendering_of
 from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
+from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
 
 INFORMATIONAL_FLAGS = """
@@ -73,7 +73,8 @@ def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, mod
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
-    informational = {name: getattr(settings, name) for name in INFORMATIONAL_FLAGS}
+    flags = settings.flags()
+    informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
     rendering = rendering_of(spec.tokenizer) if settings.data.streaming else None
     informational |= {

@@ -4,9 +4,11 @@ import json
 import os
 from pathlib import Path
 
-from support.settings.settings import Settings
+from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import read_text
+from support.settings.data import default_dataset
+from support.settings.settings import Settings
 from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
@@ -49,47 +51,45 @@ NEEDED = {
 }
 
 
-def refuse_conflicts(settings: Settings) -> None:
-    """Check that no flags exclude each other."""
+def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
+    """Check that no flags exclude each other.
+
+    Args:
+        flags: the values of all flags.
+        given: names of flags on the command line or in the run file.
+    """
     for flag, others in EXCLUDED.items():
         for other in others.split():
-            if _is_set(settings, flag) and _is_set(settings, other):
+            if _is_set(flags, flag) and _is_set(flags, other):
                 raise UserError(f"--{flag} and --{other} cannot both hold: leave one out.")
     for flag, other in NEEDED.items():
-        if _is_set(settings, flag) and not _is_set(settings, other):
+        if _is_set(flags, flag) and not _is_set(flags, other):
             raise UserError(f"--{flag} needs --{other}.")
-    dataset = settings.data.dataset_name or (
-        "pydocs" if settings.model.model == EMBEDDED_MODEL else ""
-    )
+    datasets = [dataset.name for dataset in flags.dataset] or [default_dataset(flags.model)]
     problems = {
         "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH": (
-            settings.output.resume == "" and settings.output.output_dir is None
+            flags.resume == "" and flags.output_dir is None
         ),
         "--do_train false leaves nothing to do: add --do_eval to evaluate, or leave it out": (
-            settings.trainer.do_train is False
-            and not (settings.trainer.do_eval or settings.training.eval_only)
+            flags.do_train is False and not (flags.do_eval or flags.eval_only)
         ),
-        f"--prove reads the gradient from AdamW's moments: leave --optim {settings.training.optim} out": (
-            settings.command.prove and settings.training.optim != "adamw"
+        f"--prove reads the gradient from AdamW's moments: leave --optim {flags.optim} out": (
+            flags.prove and flags.optim != "adamw"
         ),
         "--packing always isolates examples: leave --no_isolate_documents out": (
-            settings.data.packing
-            and "isolate_documents" in settings.given
-            and not settings.data.isolate_documents
+            flags.packing and "isolate_documents" in given and not flags.isolate_documents
         ),
         "--simulate_gpus needs --max_steps 2 or more: the first step creates Adam's states": (
-            settings.debug.simulate_gpus and settings.training.max_steps == 1
+            flags.simulate_gpus and flags.max_steps == 1
         ),
         "--early_stopping_patience needs --eval_every with --streaming, which has no epochs": (
-            settings.data.streaming
-            and settings.training.early_stopping_patience
-            and not settings.training.eval_every
+            flags.streaming and flags.early_stopping_patience and not flags.eval_every
         ),
         "--streaming reads one --dataset: a file, a folder or a dataset on the hub, not pydocs": (
-            settings.data.streaming and (settings.mixture or dataset == "pydocs")
+            flags.streaming and (len(datasets) > 1 or datasets == ["pydocs"])
         ),
-        f"--streaming reads a whole split: --train_split {settings.data.train_split} is a part or several": (
-            settings.data.streaming and {*"[+"} & {*(settings.data.train_split or "")}
+        f"--streaming reads a whole split: --train_split {flags.train_split} is a part or several": (
+            flags.streaming and {*"[+"} & {*(flags.train_split or "")}
         ),
     }
     for problem, holds in problems.items():
@@ -97,12 +97,12 @@ def refuse_conflicts(settings: Settings) -> None:
             raise UserError(f"{problem}.")
 
 
-def _is_set(settings: Settings, flag: str) -> bool:
+def _is_set(flags: Options, flag: str) -> bool:
     if flag == "no_eval":
-        return not settings.training.eval
+        return not flags.eval
     if flag == "export_dtype":
-        return settings.output.export_dtype != "fp32"
-    value = getattr(settings, flag)
+        return flags.export_dtype != "fp32"
+    value = getattr(flags, flag)
     return bool(value) or value == ""  # --resume without a path
 
 
@@ -154,7 +154,7 @@ def check_data_paths(settings: Settings) -> None:
             raise UserError(f"{flag} {name} is empty.")
     _, hub = names_on_hub(settings)
     for flag in ("train_split", "eval_split", "dataset_revision"):
-        if getattr(settings, flag) and not hub:
+        if getattr(settings.data, flag) and not hub:
             raise UserError(
                 f"--{flag} is for datasets of the hub, and --dataset {settings.data.dataset_name} is not one: "
                 "leave it out."

@@ -1,17 +1,18 @@
-"""The parser of all flags, built from `Arguments`: its fields and its docstring.
+"""The parser of all flags, which is built from the fields of the sections.
 
 Nothing heavy is imported here, so that --help and argument errors appear at once.
 """
 
 import argparse
-import inspect
-import re
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
 from support import VERSION
-from support.cli import argument_types as kinds
-from support.cli.arguments import Arguments
+from support.cli.parser import Parser
+from support.settings import flag_types
+from support.settings.command import CommandSettings
+from support.settings.fields import flags_of
+from support.settings.settings import DEFAULTS, FLAGS, SECTIONS
 
 # Our flag=other names of it, with the same values; --help lists them next to ours.
 _NAMES = """
@@ -48,26 +49,12 @@ EXIT_CODES = """\
 exit codes: 0 completed, 1 failed, 2 wrong usage or bad input, 3 out of memory,
 75 stopped by a signal and saved. Launchers may turn any but 0 into their own:
 programs read "status" in results.json."""
-COMMANDS = "Instead of a run"  # the group without a title in --help
 
 
-def described_flags() -> dict[str, dict[str, str]]:
-    """Return the help of each flag by group and name, from the docstring of `Arguments`."""
-    groups: dict[str, dict[str, str]] = {}
-    for line in inspect.cleandoc(Arguments.__doc__ or "").splitlines():
-        if title := re.fullmatch(r"(\S.*):", line):
-            group = groups[title[1]] = {}
-        elif entry := re.fullmatch(r" {4}(\w+): (.*)", line):
-            name, group[entry[1]] = entry.groups()
-        elif line.startswith(8 * " "):
-            group[name] += f" {line.strip()}"
-    return groups
-
-
-GROUPS = described_flags()
-_DESCRIBED = {name for texts in GROUPS.values() for name in texts}
-FLAGS = {field.name: field for field in fields(Arguments) if field.name in _DESCRIBED}
-DEFAULTS: dict[str, Any] = {k: v for k, v in vars(Arguments()).items() if k in FLAGS}
+# The flags of each group of --help, by title.
+GROUPS = {
+    section.title: [field.name for field in flags_of(section)] for section in SECTIONS.values()
+}
 
 # Flags that --print_config and results.json leave out: no settings, or they have set another flag.
 NOT_SHOWN = """
@@ -88,7 +75,7 @@ class SetFlag(argparse.Action):
 def names_in_help(action: argparse.Action) -> list[str]:
     """Return the names of a flag; those of a switch that change its default."""
     names = [*action.option_strings]
-    if action.type is not kinds.boolean:
+    if action.type is not flag_types.boolean:
         return names
     return names[:1] if names[0] == f"--no_{action.dest}" else names[:-1]
 
@@ -101,30 +88,30 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(names_in_help(action))
-        if action.nargs == 0 or action.type is kinds.boolean:
+        if action.nargs == 0 or action.type is flag_types.boolean:
             return names
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{names} {value}"
 
 
-def add_flag(group: argparse._ActionsContainer, name: str, text: str) -> None:
+def add_flag(group: argparse._ActionsContainer, name: str) -> None:
     """Add a flag with all of its names; the default is appended to a help that names none."""
-    details, default = dict(FLAGS[name].metadata), DEFAULTS[name]
-    names, kind = [name, *RENAMED.get(name, ())], details.pop("kind", kinds.boolean)
-    if kind is kinds.boolean:
+    details, default = FLAGS[name].metadata, DEFAULTS[name]
+    names, kind, text = [name, *RENAMED.get(name, ())], details["type"], details["help"]
+    options = dict(details["options"])
+    if kind is flag_types.boolean:
         names.append(f"no_{name}")
         names = names[::-1] if default else names  # first the one that changes something
-        details |= {"nargs": "?", "const": True}
+        options |= {"nargs": "?", "const": True}
     elif isinstance(default, str | int | float) and "(default:" not in text:
         text += f" (default: {default})"
-    options = [f"--{name}" for name in names]
-    details |= {"type": kind, "help": text.replace("%", "%%")}
-    group.add_argument(*options, action=SetFlag, dest=name, **details)
+    options |= {"type": kind, "help": text.replace("%", "%%")}
+    group.add_argument(*(f"--{name}" for name in names), action=SetFlag, dest=name, **options)
 
 
-def build_parser() -> kinds.Parser:
+def build_parser() -> Parser:
     """Build the parser of all flags. The parsed options are those that were given."""
-    parser = kinds.Parser(
+    parser = Parser(
         prog="real_model_example.py",
         usage="%(prog)s [flags]",
         description="Fine-tune a causal language model under one of seven strategies.",
@@ -137,27 +124,33 @@ def build_parser() -> kinds.Parser:
         ": flags of a launcher go before the script's name; docs/COMING_FROM.md has other trainers'"
     )
     parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
-    for title, texts in GROUPS.items():
+    for title, names in GROUPS.items():
         heading = title[0].lower() + title[1:]
-        group = parser if title == COMMANDS else parser.add_argument_group(heading)
-        for name, text in texts.items():
-            add_flag(group, name, text)
+        is_first = title == CommandSettings.title  # its flags follow those of argparse
+        group = parser if is_first else parser.add_argument_group(heading)
+        for name in names:
+            add_flag(group, name)
     for name in IGNORED:
         hidden: dict[str, Any] = {"nargs": "*", "help": argparse.SUPPRESS}
         parser.add_argument(f"--{name}", f"--no_{name}", action=SetFlag, **hidden)
     return parser
 
 
-def settings_of(args: Arguments) -> dict:
-    """Return the resolved flags by name, without those that are off or unset."""
-    settings = {}
+def shown_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that --print_config and results.json show: those that are on or set.
+
+    Args:
+        values: of all flags, by name.
+    """
+    shown = {}
     for name in (name for name in DEFAULTS if name not in NOT_SHOWN):
-        value = getattr(args, name)
+        value = values[name]
         is_off = value is None or value is False or value == []
         if not is_off or DEFAULTS[name] is True:
-            settings[name] = value
-    if args.fsdp:
-        settings["fsdp"] = args.fsdp
-    if args.mixture:
-        settings["dataset"] = [str(dataset) for dataset in args.mixture]
-    return settings
+            shown[name] = value
+    if values["fsdp"]:
+        shown["fsdp"] = values["fsdp"]
+    names = [str(dataset) for dataset in values["dataset"] or ()]
+    if names:
+        shown["dataset"] = names if len(names) > 1 else names[0]
+    return shown

@@ -7,10 +7,10 @@ import shlex
 import threading
 from pathlib import Path
 
-from support.settings.settings import Settings
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.errors import UserError, redact, refused_as
 from support.files.cache import huggingface_home
+from support.settings.settings import Settings
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login

@@ -1,16 +1,20 @@
-"""From the command line to the arguments: defaults, overridden by the run file, by the flags."""
+"""From the command line to the settings: defaults, overridden by the run file, by the flags."""
 
 import os
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from support.cli.arguments import Arguments, Dataset
 from support.cli.checks import refuse_conflicts
-from support.cli.flags import FLAGS, IGNORED, build_parser
+from support.cli.flags import IGNORED, build_parser
+from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import shown
 from support.optimizers import OPTIMIZERS
-from support.strategies.strategy import Flags, Resolved
+from support.settings.data import Dataset, default_dataset
+from support.settings.settings import DEFAULTS, FLAGS, Settings
+from support.settings.training import default_learning_rate
+from support.strategies.strategy import Flags, Resolved, Strategy
 from support.strategies.table import STRATEGIES
 from support.tables import EMBEDDED_MODEL
 
@@ -28,53 +32,88 @@ CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
 
 
-def parse_arguments(argv: list[str]) -> Arguments:
-    """Parse the command line and its files, and resolve all values that they determine.
+@dataclass(frozen=True)
+class CommandLine:
+    """The settings that a command line and its files determine."""
+
+    settings: Settings
+    sources: dict[str, str]  # of the flags that do not have their defaults, by name
+    notices: tuple[str, ...]  # lines about what was given and has no effect
+
+
+def parse_arguments(argv: list[str]) -> Settings:
+    """Return the settings of a command line; see `read_command_line`."""
+    return read_command_line(argv).settings
+
+
+def read_command_line(argv: list[str]) -> CommandLine:
+    """Parse the command line and its files, and complete the settings.
 
     Raises:
         UserError: flags are unknown or contradict each other, or a file is not valid.
     """
     values, sources = _given(argv)
-    flags = {name: value for name, value in values.items() if name in FLAGS}
-    datasets, fsdp_words = parse_datasets(flags.pop("dataset", [])), flags.pop("fsdp", [])
-    args = Arguments(
-        **flags,
-        fsdp=" ".join(fsdp_words) or None,
-        dataset=" ".join(map(str, datasets)) or None,  # type: ignore[arg-type]  # set below
-        mixture=datasets if len(datasets) > 1 else (),
-        given=frozenset({*values, *sources}),
-        sources=sources,
-    )
-    if args.given & TRAINER_FLAGS:
+    given = frozenset({*values, *sources})
+    flags = Options(**{**DEFAULTS, **{name: values[name] for name in values if name in FLAGS}})
+    flags.dataset = parse_datasets(flags.dataset or [])
+    flags.fsdp = " ".join(flags.fsdp or []) or None
+
+    def change(source: str, **changed: Any) -> None:
+        vars(flags).update(changed)
+        sources.update(dict.fromkeys(changed, source))
+
+    if given & TRAINER_FLAGS:
         from support.cli.trainer_flags import convert
 
-        args = args.set("Trainer's flags", **convert(args))
-    refuse_conflicts(args)
-    args = _with_strategy(_with_defaults(args))
-    _check_strategy_supports(args)
-    return args
-
-
-def _with_strategy(args: Arguments) -> Arguments:
-    """Resolve the strategy: merge the flags with its file, and note what has no effect."""
-    if args.ds_config and "strategy" not in args.given:
+        change("Trainer's flags", **convert(flags))
+    refuse_conflicts(flags, given)
+    if flags.check and flags.ddp_timeout > CHECK_SECONDS:
+        change("--check", ddp_timeout=CHECK_SECONDS)
+    if flags.simulate_gpus:
+        steps = flags.max_steps or SIMULATED_STEPS
+        off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}
+        change("--simulate_gpus", max_steps=steps, **off)
+    _set_defaults(flags)
+    if flags.ds_config and "strategy" not in given:
         from support.strategies.deepspeed.options import choose_strategy, read_ds_config
 
-        chosen = choose_strategy(read_ds_config(args.ds_config))
-        args = args.set(f"{args.ds_config}: zero_optimization", strategy=chosen)
-    world_size = args.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-    resolved = STRATEGIES[args.strategy].resolve(
-        Flags(vars(args), args.given, parse_value, world_size)
-    )
-    strategy = resolved.strategy
-    if "strategy" in resolved.values:  # the options of one describe another
-        strategy = STRATEGIES[resolved.values["strategy"]]
-    args = args.replace(
-        **resolved.values,
-        sources={**args.sources, **resolved.sources},
-        configured_strategy=strategy,
-    )
-    return args.replace(notices=_notices(args, resolved))
+        chosen = choose_strategy(read_ds_config(flags.ds_config))
+        change(f"{flags.ds_config}: zero_optimization", strategy=chosen)
+    resolved = _resolve_strategy(flags, given)
+    vars(flags).update(resolved.values)
+    sources.update(resolved.sources)
+    # The options of one strategy may describe another (NO_SHARD of FSDP).
+    strategy = STRATEGIES[flags.strategy] if "strategy" in resolved.values else resolved.strategy
+    _check_strategy_supports(flags, strategy)
+    percentage = flags.validation_split_percentage
+    computed = {
+        "configured": strategy,
+        "held_out_share": percentage / 100 if percentage else flags.validation_split,
+    }
+    settings = Settings.of_flags(vars(flags), computed)
+    return CommandLine(settings, sources, _notices(flags, given, resolved))
+
+
+def _set_defaults(flags: Options) -> None:
+    """Set the flags whose defaults depend on other flags, in place."""
+    is_embedded = flags.model == EMBEDDED_MODEL
+    if not flags.dataset:
+        # --eval_only uses no other text than --validation_file.
+        only = flags.validation_file if flags.eval_only else None
+        flags.dataset = (Dataset(only or default_dataset(flags.model)),)
+    if flags.lr is None:
+        random_weights = flags.from_scratch or is_embedded
+        flags.lr = default_learning_rate(flags.optim, random_weights, bool(flags.lora_r))
+    if flags.lora_r and flags.lora_alpha is None:
+        flags.lora_alpha = 2.0 * flags.lora_r
+    flags.hang_seconds = flags.hang_seconds or max(1, flags.ddp_timeout // 10)
+
+
+def _resolve_strategy(flags: Options, given: frozenset[str]) -> Resolved:
+    """Merge the flags with the file of the strategy."""
+    world_size = flags.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
+    merged = Flags(vars(flags), given, parse_value, world_size)
+    return STRATEGIES[flags.strategy].resolve(merged)
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -83,7 +122,7 @@ def parse_value(name: str, text: str) -> Any:
     Raises:
         argparse.ArgumentTypeError: the text is no such value.
     """
-    return FLAGS[name].metadata["kind"](text)
+    return FLAGS[name].metadata["type"](text)
 
 
 def output_dir_of(argv: list[str]) -> str:
@@ -142,50 +181,26 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
     return tuple(datasets)
 
 
-def _with_defaults(args: Arguments) -> Arguments:
-    """Set the values that depend on other flags."""
-    if args.check and args.ddp_timeout > CHECK_SECONDS:
-        args = args.set("--check", ddp_timeout=CHECK_SECONDS)
-    if args.simulate_gpus:
-        steps = args.max_steps or SIMULATED_STEPS
-        off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}
-        args = args.set("--simulate_gpus", max_steps=steps, **off)
-    dataset, is_embedded = args.dataset, args.model == EMBEDDED_MODEL
-    if dataset is None and args.eval_only and args.validation_file:
-        dataset = args.validation_file  # no other text is used
-    # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
-    # between strategies become visible.
-    usual = 5e-4 if args.from_scratch or is_embedded else 2e-4 if args.lora_r else 5e-5
-    alpha = 2.0 * args.lora_r if args.lora_r and args.lora_alpha is None else args.lora_alpha
-    return args.replace(
-        hang_seconds=args.hang_seconds or max(1, args.ddp_timeout // 10),
-        dataset=dataset or ("pydocs" if is_embedded else "wikitext"),
-        lora_alpha=alpha,
-        lr=OPTIMIZERS[args.optim].lr or usual if args.lr is None else args.lr,
-    )
-
-
-def _check_strategy_supports(args: Arguments) -> None:
+def _check_strategy_supports(flags: Options, strategy: Strategy) -> None:
     """Check that the strategy supports --optim and --load_in_4bit."""
-    strategy = args.configured_strategy
-    if args.load_in_4bit and not strategy.whole_parameters:
+    if flags.load_in_4bit and not strategy.whole_parameters:
         raise UserError(
-            f"--load_in_4bit does not work under {args.strategy}, which would have to shard "
+            f"--load_in_4bit does not work under {flags.strategy}, which would have to shard "
             "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
         )
-    if reason := strategy.why_not(OPTIMIZERS[args.optim]):
-        raise UserError(f"--optim {args.optim} does not work under {args.strategy}: {reason}.")
+    if reason := strategy.why_not(OPTIMIZERS[flags.optim]):
+        raise UserError(f"--optim {flags.optim} does not work under {flags.strategy}: {reason}.")
 
 
-def _notices(args: Arguments, resolved: Resolved) -> tuple[str, ...]:
+def _notices(flags: Options, given: frozenset[str], resolved: Resolved) -> tuple[str, ...]:
     """Return lines about what was given and has no effect in this run."""
-    used = resolved.used | ({"logging_dir"} if "tensorboard" in args.report_to else set())
+    used = resolved.used | ({"logging_dir"} if "tensorboard" in flags.report_to else set())
     lines = [
         f"--{flag} is used by {users} only: ignored"
         for flag, users in USERS.items()
-        if flag in args.given and getattr(args, flag) is not None and flag not in used
+        if flag in given and getattr(flags, flag) is not None and flag not in used
     ]
     lines += resolved.notices
-    if ignored := sorted(args.given & {*IGNORED}):
+    if ignored := sorted(given & {*IGNORED}):
         lines.append(f"Ignored, because there is nothing to change here: --{', --'.join(ignored)}")
     return tuple(lines)

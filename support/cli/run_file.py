@@ -6,11 +6,11 @@ and `distributed:` only group keys.
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from support.cli.argument_types import Parser
-from support.cli.arguments import Arguments
-from support.cli.flags import settings_of
+from support.cli.flags import shown_flags
+from support.cli.parser import Parser
 from support.errors import UserError
 from support.files.user_files import TOO_DEEP, check_depth, printable, read_text, shown
 
@@ -63,18 +63,22 @@ def _refuse_repeated(path: str, keys: list[tuple[str, str]]) -> None:
         names[flag] = key
 
 
-def as_yaml(args: Arguments) -> str:
-    """Return the resolved flags as YAML that --config can read.
+def as_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Return flags as YAML that --config can read.
 
     A comment after each value names its source: the default, a flag, or a file with its key.
+
+    Args:
+        values: of all flags, by name.
+        sources: of those that are not defaults.
     """
     import yaml
 
     lines = []
-    for name, value in settings_of(args).items():
+    for name, value in shown_flags(values).items():
         value = True if name == "resume" and value == "" else value
         text = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip()
-        lines.append(f"{text}  # {printable(args.sources.get(name, 'default'))}\n")
+        lines.append(f"{text}  # {printable(sources.get(name, 'default'))}\n")
     return "".join(lines)
 
 

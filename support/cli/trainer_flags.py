@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from support.cli.arguments import Arguments
+from support.cli.parser import Options
 from support.errors import UserError
 
 TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
@@ -43,19 +43,19 @@ def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
         put("strategy", "fsdp", by="fsdp")
 
 
-def convert(args: Arguments) -> dict[str, Any]:
+def convert(flags: Options) -> dict[str, Any]:
     """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
-    if args.do_eval and not args.do_train:
+    if flags.do_eval and not flags.do_train:
         return {**OF_TRAINING, "eval_only": True}
     changes: dict[str, Any] = {}
-    if (saves := args.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
-        changes["save_every"] = (args.save_every or TRAINER_STEPS) if saves == "steps" else None
-        changes["save_epochs"] = args.save_epochs or saves == "epoch"
-    if args.eval_only:
+    if (saves := flags.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
+        changes["save_every"] = (flags.save_every or TRAINER_STEPS) if saves == "steps" else None
+        changes["save_epochs"] = flags.save_epochs or saves == "epoch"
+    if flags.eval_only:
         return changes
-    if args.eval_strategy is not None:
-        in_steps = args.eval_strategy == "steps"
-        changes["eval_every"] = (args.eval_every or TRAINER_STEPS) if in_steps else None
-    if args.do_eval is False or (args.eval_strategy == "no" and not args.do_eval):
+    if flags.eval_strategy is not None:
+        in_steps = flags.eval_strategy == "steps"
+        changes["eval_every"] = (flags.eval_every or TRAINER_STEPS) if in_steps else None
+    if flags.do_eval is False or (flags.eval_strategy == "no" and not flags.do_eval):
         changes["eval"] = False
     return changes

@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from support import console
-from support.settings.settings import Settings
 from support.cluster.compiler import configure_compiler
 from support.cluster.context import DistContext
 from support.cluster.failures import FailureMonitor, StopSignal
@@ -32,6 +31,7 @@ from support.cluster.tuning import choose_device
 from support.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from support.files.atomic import remove_temporary_folders
 from support.process import code_digest, exit_now, versions
+from support.settings.settings import Settings
 
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 NOTICE_SECONDS = 10  # after which a line names the ranks that are missing

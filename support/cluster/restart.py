@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from support import process
-from support.settings.settings import Settings
 from support.cluster.launch import agent_hosts_store, stopped_before_start
 from support.errors import UserError
 from support.files import atomic
+from support.settings.settings import Settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -108,4 +108,4 @@ def continue_restarted(settings: Settings) -> Settings:
     strategy = settings.parallelism.configured.with_micro_batches(
         values["batch_size"], values["gradient_accumulation_steps"]
     )
-    return settings.replace(**values, configured_strategy=strategy)
+    return settings.replace(**values, configured=strategy)

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from support import console
 from support.cli import checks
-from support.settings.settings import Settings
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
 from support.cluster.gpus import require_usable
@@ -33,6 +32,8 @@ from support.memory import fit
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
 from support.process import versions
+from support.settings.data import choose_seq_length
+from support.settings.settings import Settings
 from support.units import GB, MB
 
 OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"

@@ -4,7 +4,6 @@ import sys
 from typing import NoReturn
 
 from support import console
-from support.settings.settings import Settings
 from support.cli.checks import is_local_dataset, names_on_hub
 from support.cluster.launch import Launch
 from support.cluster.process_group import single_process
@@ -13,6 +12,7 @@ from support.data.tokenize import tokenize_corpus
 from support.errors import EXIT_COMPLETED
 from support.files.cache import cache_folder, huggingface_home
 from support.model import resolve as models
+from support.settings.settings import Settings
 
 
 def prefetch(settings: Settings, launch: Launch) -> NoReturn:

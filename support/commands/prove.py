@@ -18,7 +18,6 @@ import torch
 
 from support import PROJECT, programs
 from support.checkpoints.convert import OwnCheckpoint
-from support.settings.settings import Settings
 from support.cli.flags import GROUPS
 from support.cli.run_file import as_yaml
 from support.cluster.failures import StopSignal
@@ -27,6 +26,7 @@ from support.cluster.launch import free_port
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
+from support.settings.settings import DEFAULTS, Settings
 from support.text_tables import text_table
 
 PYTHON = sys.executable  # tests replace it
@@ -138,15 +138,11 @@ def ways_of(settings: Settings, ranks: int) -> list[Way]:
 
 def run(way: Way, settings: Settings, output: Path) -> None:
     """Run a way as a child process, which writes to the folder `output`."""
-    kept = {name: value for name, value in vars(settings).items() if name in KEPT}
-    kept |= {
-        "fsdp": settings.trainer.fsdp,
-        "mixture": settings.mixture,
-        "max_grad_norm": settings.training.max_grad_norm,
-    }
-    settings = Settings(**{**kept, **SETTINGS, **way.flags}, output_dir=str(output))
+    kept = {name: value for name, value in settings.flags().items() if name in KEPT}
+    kept |= {"fsdp": settings.trainer.fsdp, "max_grad_norm": settings.training.max_grad_norm}
+    flags = {**DEFAULTS, **kept, **SETTINGS, **way.flags, "output_dir": str(output)}
     run_file = output.with_suffix(".yaml")
-    run_file.write_text(as_yaml(settings), encoding="utf-8")
+    run_file.write_text(as_yaml(flags, sources={}), encoding="utf-8")
     env = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
     env["TMPDIR"] = str(output.parent)  # torchrun leaves a folder there
     if torch.cuda.is_available():

@@ -3,12 +3,13 @@
 from typing import Any
 
 from support import console
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.data.opening import open_tokenized
 from support.data.sequences import Padding, micro_batch
 from support.errors import EXIT_COMPLETED
 from support.model import resolve as models
+from support.settings.data import choose_seq_length
+from support.settings.settings import Settings
 from support.units import IGNORED
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from support import console
-from support.settings.settings import Settings
 from support.data.sequences import MicroBatch, Sequences
+from support.settings.settings import Settings
 from support.train_state import NEW_RUN, TrainState
 from support.units import IGNORED
 

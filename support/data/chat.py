@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
-from support.settings.settings import Settings
 from support.data.special_tokens import start_of
 from support.errors import UserError, first_line
 from support.files.user_files import shown
+from support.settings.settings import Settings
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
 # (if the tokenizer has one) after each answer.

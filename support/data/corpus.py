@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from support import console
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.data import tokenize
 from support.data.sequences import Padding, Sequences
 from support.data.token_file import TokenFile
 from support.errors import UserError
+from support.settings.settings import Settings
 
 TEXT_IS_PACKED = (
     "--packing is for conversations and pairs, and this corpus is text, whose sequences have no "

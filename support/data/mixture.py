@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from support import console
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
 from support.data.sequences import Sequences, shares_of
 from support.data.token_file import TokenFile
 from support.errors import UserError
 from support.files.atomic import digest_of_json
+from support.settings.settings import Settings
 
 
 def open_mixture(
@@ -22,16 +22,18 @@ def open_mixture(
     # All training sequences of each, also with --eval_only.
     whole = settings.replace(num_samples=None, eval_only=False)
     datasets, validations, entries = [], [], []
-    for name, _ in settings.mixture:
+    for name, _ in settings.data.dataset:
         console.print0(f"📂 {name}")
         train, validation, entry = open_corpus(whole, ctx, tokenizer, name)
         datasets.append(train)
         validations.append(validation)
         entries.append(entry)
-    weights = [Fraction(weight) for _, weight in settings.mixture if weight]
+    weights = [Fraction(weight) for _, weight in settings.data.dataset if weight]
     mixture = mix(datasets, weights)
     mixture = mixture.take(settings.data.num_samples or mixture.num_sequences)
-    for named, (_, count), entry in zip(settings.mixture, mixture.shares, entries, strict=True):
+    for named, (_, count), entry in zip(
+        settings.data.dataset, mixture.shares, entries, strict=True
+    ):
         if not count:
             raise UserError(
                 f"--dataset {named} has less than one sequence in an epoch of "

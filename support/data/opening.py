@@ -3,13 +3,13 @@
 from typing import Any, NamedTuple
 
 from support import console
-from support.settings.settings import Settings
 from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
 from support.data.sequences import Sequences
 from support.data.sources import announce
 from support.errors import UserError
+from support.settings.settings import Settings
 
 NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one sequence, --validation_split 0, or a stream "
@@ -43,7 +43,7 @@ def open_tokenized(settings: Settings, ctx: DistContext, tokenizer: Any) -> Data
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
     announce(settings)
-    if settings.mixture and not (settings.training.eval_only and settings.data.validation_file):
+    if len(settings.data.dataset) > 1 and not (settings.training.eval_only and settings.data.validation_file):
         from support.data.mixture import open_mixture
 
         return Datasets(*open_mixture(settings, ctx, tokenizer))
@@ -52,7 +52,7 @@ def open_tokenized(settings: Settings, ctx: DistContext, tokenizer: Any) -> Data
 
 def check_validation(validation: Sequences, settings: Settings) -> None:
     """Check that there is something to evaluate on if a flag needs evaluations."""
-    needed = [flag for flag in NEED_EVALUATIONS if getattr(settings, flag)]
+    needed = [flag for flag in NEED_EVALUATIONS if settings.flags()[flag]]
     if needed and not validation.num_sequences:
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
 

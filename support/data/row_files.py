@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from support.settings.settings import Settings
 from support.data.rows import (
     BadRow,
     PlacedRows,
@@ -32,6 +31,7 @@ from support.errors import UserError, first_line
 from support.files.atomic import sha256_of
 from support.files.folders import files_of
 from support.files.user_files import shown
+from support.settings.settings import Settings
 
 Item = TypeVar("Item")
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}

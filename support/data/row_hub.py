@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 from support import console
-from support.settings.settings import Settings
 from support.data.row_files import reading
 from support.data.rows import (
     BadRow,
@@ -23,6 +22,7 @@ from support.data.rows import (
 )
 from support.errors import UserError, refused_as
 from support.files.atomic import digest_of_json
+from support.settings.settings import Settings
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from support.settings.settings import Settings
 from support.errors import UserError
 from support.files.user_files import printable, shown
+from support.settings.settings import Settings
 
 # A format's name, the keys that its rows have, and further keys that are read. The first that fits
 # is used.
@@ -89,7 +89,7 @@ class RowOptions(NamedTuple):
     def of(cls, settings: Settings, tokenizer: Any) -> RowOptions:
         """Return the options for a run's flags and tokenizer."""
         columns = {
-            key: getattr(settings, f"{key}_column") for key in ("text", "prompt", "completion")
+            key: getattr(settings.data, f"{key}_column") for key in ("text", "prompt", "completion")
         }
         named = tuple((key, name) for key, name in columns.items() if name)
         return cls(named, tokenizer.chat_template)

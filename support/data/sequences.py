@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from support.settings.settings import Settings
 from support.data.token_file import TokenFile
+from support.settings.settings import Settings
 from support.units import IGNORED
 
 # Inputs, labels, and the positions of the tokens in their documents (None: not isolated), each
@@ -43,7 +43,7 @@ class Padding(NamedTuple):
         # --compile compiles each length anew; --simulate_gpus must show the largest memory use.
         whole = settings.model.compile or settings.debug.simulate_gpus
         return cls(
-            settings.data.seq_length,
+            settings.data.seq_length,  # type: ignore
             settings.data.seq_length if whole else 64 if device_type == "cuda" else 8,
         )
 

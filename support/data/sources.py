@@ -3,9 +3,9 @@
 import hashlib
 
 from support import console
-from support.settings.settings import Settings
 from support.cli.checks import is_local_dataset
 from support.data.rows import PlacedRows, Position, Row, RowOptions, Source
+from support.settings.settings import Settings
 
 
 def announce(settings: Settings) -> None:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support import console
-from support.settings.settings import Settings
 from support.cli.checks import is_local_dataset
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data import batches, tokenize
@@ -39,6 +38,7 @@ from support.data.sources import announce
 from support.data.special_tokens import document_start, end_finder
 from support.errors import TrainingError, UserError, redact
 from support.files.folders import files_of
+from support.settings.settings import Settings
 
 COMPARED_BYTES = 1 << 16  # of the beginning and the end of a file, in the digest of a stream
 STEPS_AHEAD = 5  # besides the one of `copy_ahead`; a few, because slots refill in different steps
@@ -224,10 +224,10 @@ class Stream:
         Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and
         then used one by one; then the next chunk follows.
         """
-        args, slot = self.settings, self.slots[number]
+        settings, slot = self.settings, self.slots[number]
         resumes, refused = slot["chunk"] > 0, 0  # the chunk is cut again
         rest, offset = list[Ids](), slot["offset"]
-        full = max(1, args.shuffle_buffer // self.num_slots)  # sequences of a chunk
+        full = max(1, settings.data.shuffle_buffer // self.num_slots)  # sequences of a chunk
         while True:
             chunk = slot["chunk"] + (not resumes)
             # The first chunks differ in size, so that not all slots refill in the same step.
@@ -248,11 +248,13 @@ class Stream:
                     )
             reader, at, _ = rest[0]
             sequences, rest = cut
-            order = np.random.default_rng([args.seed, number, chunk]).permutation(len(sequences))
+            order = np.random.default_rng([settings.training.seed, number, chunk]).permutation(
+                len(sequences)
+            )
             used = slot["used"] if resumes else 0
             slot |= {"reader": reader, "offset": at, "chunk": chunk, "used": used}
             resumes = False
-            isolated = isolates_documents(args) and self.kinds["kind"] == "text"
+            isolated = settings.data.isolates_documents and self.kinds["kind"] == "text"
             end_of_text = self.tokenizer.eos_token_id if isolated else None
             for index in order[used:]:
                 slot["used"] += 1

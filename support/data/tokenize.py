@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from support import console
-from support.settings.settings import Settings
 from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
 from support.data.sources import open_source
 from support.data.special_tokens import document_start, end_finder, start_of
 from support.errors import UserError
 from support.files.cache import Cache, cache_folder
+from support.settings.settings import Settings
 
 CACHE_VERSION = 11  # increase it when the layout of the cache or the tokenization changes
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut

@@ -1,8 +1,10 @@
-"""Checks of the types in JSON files that a run wrote, and that anybody may have changed since."""
+"""Types of JSON values, and checks of files that a run wrote and anybody may have changed since."""
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
+JsonObject = dict[str, Any]  # an object of a JSON file, as json.loads returns it
 Check = Callable[[object], bool]  # of a value of JSON
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from support.settings.settings import Settings
 from support.errors import UserError
 from support.memory.estimate import MemoryEstimate, predict, supporting
+from support.settings.settings import Settings
 from support.strategies.table import OFFLOADING, ON_DEVICE, PREFERENCE
 from support.units import GB
 from support.workload.architectures import Architecture, read_architecture
-from support.workload.workload import Workload, workload_of
+from support.workload.workload import Workload, adapters
 
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 
@@ -121,11 +121,25 @@ def planned_work(settings: Settings, ctx, model: Architecture) -> Workload:
         UserError: the estimate does not support the run (see `check_is_planned`).
     """
     check_is_planned(settings)
-    work = workload_of(
-        settings, model, ctx.world_size, ctx.precision, settings.data.isolates_documents
+    chosen, training = settings.model, settings.training
+    return Workload(
+        model,
+        ctx.world_size,
+        training.batch_size,
+        settings.data.seq_length,
+        ctx.precision,
+        chosen.gradient_checkpointing,
+        training.gradient_accumulation_steps,
+        device=ctx.device.type,
+        rank=0 if ctx.simulated else None,
+        lora=adapters(model, chosen.lora_r, chosen.lora_targets),
+        fused_gelu=chosen.fused_gelu,
+        attention_mask=settings.data.isolates_documents,
+        optimizer=training.optim,
+        compiled=chosen.compile,
+        load_in_4bit=chosen.load_in_4bit,
+        capability=ctx.capability,
     )
-    device, rank = ctx.device, 0 if ctx.simulated else None
-    return replace(work, device=device.type, rank=rank, capability=ctx.capability)
 
 
 def memory_limits(ctx) -> Limits:

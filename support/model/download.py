@@ -1,8 +1,8 @@
 """Download of a model from the Hugging Face hub."""
 
-from support.settings.settings import Settings
 from support.cli.hub import LOGIN_COMMAND
 from support.errors import UserError, first_line
+from support.settings.settings import Settings
 
 
 def download(settings: Settings) -> str:

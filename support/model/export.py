@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from support import console
-from support.settings.settings import Settings
 from support.cluster.context import DTYPES, DistContext
 from support.errors import FirstError, TrainingError, redact
 from support.files import atomic
@@ -28,6 +27,7 @@ from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model.resolve import ModelSpec
 from support.model.weights import persistent_buffers
+from support.settings.settings import Settings
 from support.strategies.objects import TrainingObjects
 from support.strategies.optimizer_shards import ShardedState
 from support.units import perplexity_of

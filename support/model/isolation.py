@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from support.settings.settings import Settings
 from support.errors import UserError
 from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
+from support.settings.settings import Settings
 
 OLDEST_TRANSFORMERS = Version("4.53.3")
 # Layers that mix tokens without attention: a mask does not stop them at the end of a document.

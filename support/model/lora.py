@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from support.settings.settings import Settings
 from support.errors import UserError, redact
+from support.settings.settings import Settings
 from support.workload.workload import ALL_LINEAR, is_target, target_names
 
 ADAPTER = "default"  # peft's name for a model's only adapter

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from support import console
-from support.settings.settings import Settings
 from support.cli.hub import LOGIN_COMMAND
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, first_line, refused_as
+from support.settings.settings import Settings
 
 
 def open_repository(settings: Settings, folder: Path, ctx: DistContext) -> str | None:

@@ -19,7 +19,6 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from support import console, patches
-from support.settings.settings import Settings
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, redact, refused_as
@@ -28,6 +27,8 @@ from support.files.cache import Cache, cache_folder
 from support.files.user_files import read_json, read_text
 from support.model import weights
 from support.model.loss import add_loss, computes_loss, returns_plain_logits
+from support.settings.data import choose_seq_length
+from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.units import shares_keys

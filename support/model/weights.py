@@ -14,12 +14,12 @@ from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from support import console, patches
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.errors import OutOfMemory, UserError, first_line, look_up, refused_as
 from support.files import weight_files
 from support.files.atomic import TemporaryFolder
 from support.files.safetensors_writer import save_file
+from support.settings.settings import Settings
 
 # Errors of a forward pass with fake tensors that do not show an error of the model.
 NOT_WITH_FAKE_TENSORS = (

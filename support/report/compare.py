@@ -12,11 +12,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from support.checkpoints.recognize import newest_of_trainer
 from support.errors import UserError
 from support.files import atomic
+from support.files.json_types import JsonObject
 from support.files.user_files import shown
 from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
@@ -84,7 +85,7 @@ class RecordedRun:
     # completed, skipped, oom, timeout, failed, interrupted, not run, or as in results.json
     status: str = "completed"
     reason: str = ""  # why the run did not complete
-    numbers: dict[str, Any] = field(default_factory=dict)  # see `numbers_of`; {} if not measured
+    numbers: JsonObject = field(default_factory=dict)  # see `numbers_of`; {} if not measured
     repeats: list[RecordedRun] = field(default_factory=list)  # this one too; see `read_strategy`
     name: str = ""  # in the report
     unreadable: list[int] = field(default_factory=list)  # numbers of lines of metrics.jsonl
@@ -235,7 +236,7 @@ def _read_json(path: Path) -> dict:
 # -------------------------------------------------------------------------------- numbers of a run
 
 
-def numbers_of(results: dict) -> dict[str, Any]:
+def numbers_of(results: dict) -> JsonObject:
     """Return the numbers of a run that a comparison shows; docs/COMPARISON.md explains the keys.
 
     Memory is that of the rank that holds most.
@@ -383,7 +384,7 @@ class Comparison:
             run.causes = causes_of(run.differences, run.first.of, latest)
 
 
-def add_ratios(numbers: dict[str, Any], reference: dict[str, Any]) -> None:
+def add_ratios(numbers: JsonObject, reference: JsonObject) -> None:
     """Add the speed and the memory relative to the reference, where both were measured."""
     if "samples_per_second" in numbers and (speed := reference.get("samples_per_second")):
         low, high = numbers["samples_per_second_low"], numbers["samples_per_second_high"]

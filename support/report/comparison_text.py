@@ -3,9 +3,9 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from typing import Any
 
 from support.files.atomic import only_finite
+from support.files.json_types import JsonObject
 from support.report.causes import ROUNDING
 from support.report.compare import Comparison, Point, RecordedRun
 from support.report.metrics_file import FILE, unreadable_lines
@@ -85,7 +85,7 @@ def as_markdown(comparison: Comparison, with_figure: bool = True) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: Comparison) -> JsonObject:
     """Return the comparison as a JSON value; docs/OUTPUTS.md explains its keys."""
     return {
         "schema_version": 1,
@@ -101,7 +101,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _run_as_json(run: RecordedRun) -> dict[str, Any]:
+def _run_as_json(run: RecordedRun) -> JsonObject:
     loss, norm = run.largest("loss", "eval_loss"), run.largest("grad_norm")
     entry = {
         **{"strategy": run.name, "status": run.status, "reason": run.reason},

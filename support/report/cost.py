@@ -9,13 +9,14 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from support import PROJECT, programs
-from support.cli.argument_types import Options
+from support.cli.parser import Options
 from support.cluster.gpus import usable_gpus
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError
+from support.files.json_types import JsonObject
 from support.files.user_files import read_json, shown
 from support.memory.estimate import MemoryEstimate
 from support.report.compare import last_error
@@ -56,7 +57,7 @@ class Row(NamedTuple):
     source: str
 
 
-def as_dict(rows: list[Row], warning: str) -> dict[str, Any]:
+def as_dict(rows: list[Row], warning: str) -> JsonObject:
     """Return the cost of a run for --json."""
     sources = {row.name: row.source for row in rows}
     return {**{row.name: row.value for row in rows}, "sources": sources, "warning": warning}
@@ -95,7 +96,7 @@ def cost_of(
     Raises:
         UserError: --results names no run of this work, or a value is missing.
     """
-    results: dict[str, Any] = {}
+    results: JsonObject = {}
     if args.device:
         rate = assumed_rate(args, work)
     else:
@@ -169,7 +170,7 @@ def assumed_rate(args: Options, work: Workload) -> Rate:
 
 
 def measured_rate(
-    args: Options, place: str, results: dict[str, Any], work: Workload, strategy: str
+    args: Options, place: str, results: JsonObject, work: Workload, strategy: str
 ) -> Rate:
     """Return the rate of a run, for a plan with the same model, sequence length and precision.
 
@@ -218,7 +219,7 @@ def on_network(rate: Rate, work: Workload, sent: int, bandwidth: float) -> Rate:
     return rate._replace(tokens_per_second=tokens / step, basis=f"{rate.basis}; {part}")
 
 
-def differences(results: dict[str, Any], planned: dict[str, Any]) -> str:
+def differences(results: JsonObject, planned: JsonObject) -> str:
     """Return the keys of results.json that differ from the plan, with both values."""
     return ", ".join(
         f"{key} ({shown(results.get(key))}, planned: {value})"
@@ -227,7 +228,7 @@ def differences(results: dict[str, Any], planned: dict[str, Any]) -> str:
     )
 
 
-def read_run(path: str, flag: str = "--results") -> tuple[str, dict[str, Any]]:
+def read_run(path: str, flag: str = "--results") -> tuple[str, JsonObject]:
     """Return the flag with the path, for messages, and the results.json of a completed run.
 
     Raises:
@@ -243,7 +244,7 @@ def read_run(path: str, flag: str = "--results") -> tuple[str, dict[str, Any]]:
     return place, results
 
 
-def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, dict[str, Any]]:
+def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, JsonObject]:
     """Train a few steps from random weights on generated text, and return what `read_run` returns.
 
     It runs on this machine's GPUs, at most as many as planned, or in one CPU process; with
@@ -290,7 +291,7 @@ def slurm_budget(train: float, save: float, usable: float, mtbf: float) -> tuple
 
 
 def slurm_rows(
-    args: Options, ranks: int, train: float, steps: float, results: dict[str, Any]
+    args: Options, ranks: int, train: float, steps: float, results: JsonObject
 ) -> list[Row]:
     """Return the rows about the Slurm jobs of a run with --requeue.
 

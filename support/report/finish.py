@@ -10,13 +10,13 @@ import torch
 
 from support import console
 from support.checkpoints.manager import CheckpointManager
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.errors import Preempted
 from support.model import export, push
 from support.report import results
 from support.report.run_folder import RESULTS, RunFolder
 from support.report.start import Run
+from support.settings.settings import Settings
 from support.train_state import TrainState
 from support.units import GB, perplexity_of
 

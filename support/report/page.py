@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from support.checkpoints.format import list_checkpoints
 from support.errors import UserError, redact
+from support.files.json_types import JsonObject
 from support.report import comparison_text, plots
 from support.report.compare import read_comparison, read_folder
 from support.report.metrics_file import FILE, unreadable_lines, why_no_figure
@@ -64,7 +65,7 @@ def _drawn(charts: Mapping[str, Chart]) -> dict[str, Markup]:
     return {name: Markup(plots.svg_of(chart, (4.6, 3.0))) for name, chart in charts.items()}
 
 
-def _comparison(folder: Path) -> dict[str, Any]:
+def _comparison(folder: Path) -> JsonObject:
     """Return the values of the template for a comparison."""
     comparison = read_comparison(folder)
     if all(run.status == "not run" for run in comparison.runs):
@@ -84,7 +85,7 @@ def _comparison(folder: Path) -> dict[str, Any]:
     }
 
 
-def _run(folder: Path) -> dict[str, Any]:
+def _run(folder: Path) -> JsonObject:
     """Return the values of the template for a run; what its files lack is left out."""
     run = read_folder(folder)
     results, problem = run.results, run.results.get("reason")
@@ -101,7 +102,7 @@ def _run(folder: Path) -> dict[str, Any]:
     curves = _curves(run.records)
     no_step = [] if curves else ["metrics.jsonl has no step."]
     damage = [unreadable_lines(folder / FILE, run.unreadable)] if run.unreadable else []
-    sections: dict[str, dict[str, Any]] = {
+    sections: dict[str, JsonObject] = {
         "Results": {"facts": facts},
         "Curves": {"charts": _drawn(curves), "lines": no_step},
         "Memory and time of a step": {"charts": _drawn(_charts_of_step(results))},

@@ -11,8 +11,7 @@ import psutil
 import torch
 
 from support import process
-from support.settings.settings import Settings
-from support.cli.flags import settings_of
+from support.cli.flags import shown_flags
 from support.cluster import tuning
 from support.cluster.context import DistContext
 from support.errors import TrainingError, redact
@@ -20,6 +19,7 @@ from support.memory import measure
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
 from support.report.step_meter import StepMeter
+from support.settings.settings import Settings
 from support.train_state import TrainState
 from support.units import AMPERE
 
@@ -53,7 +53,7 @@ def facts_at_start(settings: Settings, ctx: DistContext) -> dict:
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Before the quoting, which may divide a secret.
         "command": shlex.join(map(redact, [Path(sys.executable).name, *sys.argv])),
-        "flags": settings_of(settings),
+        "flags": shown_flags(settings.flags()),
         "code_digest": process.code_digest(),
         "versions": process.versions(),
         "hardware": hardware(ctx.device),

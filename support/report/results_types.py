@@ -1,9 +1,8 @@
 """The types of the keys of results.json that comparisons and pages read."""
 
-from typing import Any
-
 from support.files.json_types import (
     Check,
+    JsonObject,
     anything,
     dict_of,
     either,
@@ -43,7 +42,7 @@ TYPES: dict[str, Check] = {
 }
 
 
-def wrong_key(results: dict[str, Any]) -> str:
+def wrong_key(results: JsonObject) -> str:
     """Return a key of results.json whose value has another type; "" if there is none."""
     for key, check in TYPES.items():
         if results.get(key) is not None and not check(results[key]):

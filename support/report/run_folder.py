@@ -13,12 +13,12 @@ from typing import IO
 
 from support import console
 from support.checkpoints.format import list_checkpoints
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.errors import UserError, redact_value
 from support.files import atomic
 from support.files.user_files import create_folder
 from support.report.results import facts_at_start
+from support.settings.settings import Settings
 from support.train_state import TrainState
 
 RESULTS = "results.json"
@@ -213,7 +213,7 @@ def settle_without_shared_disk(settings: Settings, place: str, blind: list[str])
     """
     hosts = f"{', '.join(blind)} {'do' if len(blind) > 1 else 'does'} not share"
     saving = "save_every", "save_epochs", "load_best_at_end"
-    flags = [f"--{flag}" for flag in saving if getattr(settings, flag)]
+    flags = [f"--{flag}" for flag in saving if settings.flags()[flag]]
     if settings.output.resume == "":
         flags.append("--resume")
     if flags:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from support import console
 from support.checkpoints.manager import CheckpointManager
-from support.settings.settings import Settings
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
@@ -22,6 +21,7 @@ from support.report.start_log import StartLog
 from support.report.step_log import StepLog
 from support.report.step_meter import StepMeter, create_meter
 from support.report.trackers import Trackers
+from support.settings.settings import Settings
 from support.strategies.objects import TrainingObjects
 from support.train_state import TrainState
 

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from support import console
-from support.settings.settings import Settings
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.memory import fit
@@ -18,6 +17,7 @@ from support.memory.measure import MemoryByPhase
 from support.model.resolve import ModelSpec
 from support.report.profiling import record_memory
 from support.report.run_folder import RunFolder
+from support.settings.settings import Settings
 from support.units import human_count
 
 

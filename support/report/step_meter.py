@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from support.settings.settings import Settings
 from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
+from support.settings.settings import Settings
 from support.strategies.objects import TrainingObjects
 from support.train_state import TrainState
 from support.units import PHASES, fits_in_graph

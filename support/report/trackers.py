@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support import console
-from support.settings.settings import Settings
 from support.errors import UserError, explain, first_line, redact_value
 from support.files.atomic import DISK_ERRORS, write_text
+from support.settings.settings import Settings
 
 DEFAULT_PROJECT = "distributed-training"  # on wandb
 # Name of a curve -> key of a record.
@@ -89,7 +89,11 @@ class Trackers:
     """
 
     def __init__(self, settings: Settings, folder: Path, step: int):
-        values = {**vars(settings), "tags": ", ".join(settings.output.tags)}
+        values = {
+            **settings.flags(),
+            "dataset": settings.data.dataset_name,
+            "tags": ", ".join(settings.output.tags),
+        }
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
         arguments = redact_value(shown)
         self.started: dict[str, Tracker] = {}

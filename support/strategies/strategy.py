@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from support.strategies.optimizer_shards import ShardedState
 
 
+FlagValues = Mapping[str, Any]  # the values of flags, by name
+
+
 @dataclass(frozen=True)
 class Flags:
     """The flags of a run, which a strategy merges with its own file."""
 
-    values: Mapping[str, Any]  # of every flag, by name
+    values: FlagValues  # of every flag, by name
     given: frozenset[str]  # names on the command line or in the run file
     parse: Callable[[str, str], Any]  # (flag, text) -> value, or an argparse.ArgumentTypeError
     world_size: int

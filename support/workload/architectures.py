@@ -4,12 +4,13 @@ Needs neither PyTorch nor weights.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from support.errors import UserError
+from support.files.json_types import JsonObject
 
 # The supported families, with transformers' defaults for keys that config.json omits.
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, JsonObject] = {
     "gpt2": {
         "max_position_embeddings": 1024,
         "vocab_size": 50257,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from support.errors import UserError
 from support.optimizers import OPTIMIZERS
-from support.units import HOPPER, TURING, fits_in_graph, shares_keys
+from support.units import HOPPER, fits_in_graph, shares_keys
 from support.workload.architectures import Architecture
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
@@ -195,29 +195,3 @@ class Workload:
 def shard_elements(sizes: list[int], n: int) -> int:
     """Return the elements of one rank's shards of parameters, each divided by n and rounded up."""
     return sum(-(-size // n) for size in sizes)
-
-
-def workload_of(
-    args, model: Architecture, world_size: int, precision: str, attention_mask: bool
-) -> Workload:
-    """Return the workload that the flags of a run or of plan_memory.py describe, on GPUs.
-
-    Raises:
-        UserError: --lora_targets names a layer that the model does not have.
-    """
-    return Workload(
-        model,
-        world_size,
-        args.batch_size,
-        args.seq_length,
-        precision,
-        args.gradient_checkpointing,
-        args.gradient_accumulation_steps,
-        lora=adapters(model, args.lora_r, args.lora_targets),
-        fused_gelu=args.fused_gelu,
-        attention_mask=attention_mask,
-        optimizer=args.optim,
-        compiled=args.compile,
-        load_in_4bit=args.load_in_4bit,
-        capability=TURING if precision == "fp16" else HOPPER,  # newer ones usually use bf16
-    )

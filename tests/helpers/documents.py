@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from support.cli import argument_types
+from support.cli import parser as parsing
 from support.cli.flags import build_parser
 from support.cli.parse import parse_arguments
 from support.errors import UserError
@@ -182,7 +182,7 @@ def parser_of(program: str) -> argparse.ArgumentParser:
 
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", found),
-        mock.patch.object(argument_types.Parser, "parse_args", found),
+        mock.patch.object(parsing.Parser, "parse_args", found),
         pytest.raises(_Parser) as end,
     ):
         main(*[[]] * len(inspect.signature(main).parameters))

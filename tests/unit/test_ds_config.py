@@ -61,7 +61,7 @@ def scheduler(kind: str, **params) -> dict:
 )
 def test_values_of_the_file_are_used(read, content, flags, values):
     settings = read(content, *flags)
-    assert {name: getattr(settings, name) for name in values} == values
+    assert {name: settings.flags()[name] for name in values} == values
     assert "scheduler" not in (getattr(settings.parallelism.configured, "config", None) or {})
 
 
@@ -103,7 +103,7 @@ def test_a_deepspeed_file_that_contradicts_the_flags_is_refused(read, content, f
 )
 def test_deepspeed_checks_keys_and_values(read, content, says):
     with pytest.raises(UserError, match=f"ds.json: .*{says}"):
-        read(content).configured_strategy.check_options(verbose=False)
+        read(content).parallelism.configured.check_options(verbose=False)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
@@ -122,7 +122,7 @@ def test_deepspeed_knows_all_of_its_sections(read):
     sections = "aio flops_profiler activation_checkpointing comms_logger data_types tensorboard"
     content = {name: {} for name in sections.split()}
     content |= {"_comment": "mine", "steps_per_print": 10, "wall_clock_breakdown": False}
-    read(content).configured_strategy.check_options(verbose=False)
+    read(content).parallelism.configured.check_options(verbose=False)
 
 
 def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
@@ -143,20 +143,22 @@ def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
 )
 def test_adam_of_a_file_is_pytorchs(read, content, needs_no_op):
     """DeepSpeed's own is compiled, on a GPU by an nvcc that fits torch."""
-    params = read(content).configured_strategy.config["optimizer"]["params"]
+    params = read(content).parallelism.configured.config["optimizer"]["params"]
     assert params.get("torch_adam", False) is needs_no_op
 
 
 def test_the_timer_that_synchronizes_is_off(read):
     for content, enabled in (({}, False), ({"timers": {"throughput": {"enabled": True}}}, True)):
-        whole = complete_ds_config(read(content).configured_strategy.config, "fp32", MODEL, 1, None)
+        whole = complete_ds_config(
+            read(content).parallelism.configured.config, "fp32", MODEL, 1, None
+        )
         assert whole["timers"] == {"throughput": {"enabled": enabled}}
 
 
 def test_loss_scaling_of_a_file_is_kept(read):
     own = {"hysteresis": 4, "loss_scale_window": 100, "initial_scale_power": 8}
     whole = complete_ds_config(
-        read({"fp16": own}).configured_strategy.config, "fp16", MODEL, 2, None
+        read({"fp16": own}).parallelism.configured.config, "fp16", MODEL, 2, None
     )
     assert whole["fp16"] == {"enabled": True, **own}
 
@@ -166,7 +168,7 @@ def test_loss_scaling_of_a_file_is_kept(read):
 )
 def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks, overlaps):
     """Stage 3 also overlaps copies, on one rank too."""
-    config = parse_arguments(["--strategy", strategy]).configured_strategy.config
+    config = parse_arguments(["--strategy", strategy]).parallelism.configured.config
     whole = complete_ds_config(config, "bf16", MODEL, ranks, None)
     assert whole["zero_optimization"]["overlap_comm"] is overlaps
 
@@ -174,7 +176,7 @@ def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks,
 def test_an_auto_value_without_a_rule_is_refused(read):
     content = zero(2, round_robin_gradients="auto")
     with pytest.raises(UserError, match='round_robin_gradients cannot be "auto"'):
-        complete_ds_config(read(content).configured_strategy.config, "fp32", MODEL, 1, None)
+        complete_ds_config(read(content).parallelism.configured.config, "fp32", MODEL, 1, None)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
@@ -190,6 +192,6 @@ def test_the_written_file_means_the_same(tmp_path, strategy):
     again = parse_arguments(["--ds_config", str(tmp_path / "ds_config.json")])
     assert (again.strategy, again.lr, again.batch_size) == (strategy, 3e-4, 3)
     assert (
-        complete_ds_config(again.configured_strategy.config, "bf16", MODEL, 1, str(tmp_path))
+        complete_ds_config(again.parallelism.configured.config, "bf16", MODEL, 1, str(tmp_path))
         == first
     )

@@ -16,7 +16,6 @@ import transformers
 from conftest import skip
 from transformers.integrations import sdpa_attention
 
-from support.settings.settings import Settings
 from support.cli.parse import parse_arguments
 from support.cluster import compiler, gpus, tuning
 from support.cluster.context import DistContext
@@ -28,6 +27,7 @@ from support.errors import MissingRequirement, UserError
 from support.model.resolve import configure_transformers
 from support.report.start_log import say_settings
 from support.report.step_meter import StepMeter
+from support.settings.settings import Settings
 from support.units import PHASES
 from support.workload.architectures import read_architecture
 from support.workload.workload import Workload

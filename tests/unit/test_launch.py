@@ -186,7 +186,7 @@ def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     values = restart_values(settings, Path("out"))
     monkeypatch.setenv(process.RESTARTED, json.dumps(values))
     changed = continue_restarted(settings)
-    config = changed.configured_strategy.config
+    config = changed.parallelism.configured.config
     assert (changed.batch_size, changed.gradient_accumulation_steps) == (4, 2)
     assert (changed.output_dir, changed.given) == ("out", settings.given)
     assert config["train_micro_batch_size_per_gpu"] == 4

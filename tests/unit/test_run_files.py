@@ -1,15 +1,17 @@
 """The arguments, described once; run files (--config), what overrides them, --print_config."""
 
+import dataclasses
 from typing import get_args, get_type_hints
 
 import pytest
 from conftest import PROJECT
 
-from support.settings.settings import Settings, choose_seq_length
-from support.cli.flags import DEFAULTS, FLAGS, GROUPS
 from support.cli.parse import output_dir_of, parse_arguments
 from support.cli.run_file import as_yaml
 from support.errors import UserError
+from support.settings.data import choose_seq_length
+from support.settings.fields import flags_of
+from support.settings.settings import SECTIONS
 
 
 def test_arguments_are_frozen():
@@ -17,24 +19,31 @@ def test_arguments_are_frozen():
     with pytest.raises(AttributeError):
         settings.training.lr = 1
     copy = settings.replace(seq_length=64)
-    assert (copy.seq_length, copy.lr, settings.data.seq_length) == (64, 1e-3, None)
+    assert (copy.data.seq_length, copy.training.lr) == (64, 1e-3)
+    assert settings.data.seq_length is None
 
 
-def test_every_flag_is_described_and_its_default_has_the_type_of_the_field():
-    described = {name for texts in GROUPS.values() for name in texts}
-    assert FLAGS.keys() == described
-    hints = get_type_hints(Settings)
-    for name, default in DEFAULTS.items():
-        kinds = get_args(hints[name]) or (hints[name],)
-        assert default in (None, []) or isinstance(default, kinds), name
+@pytest.mark.parametrize("section", SECTIONS.values())
+def test_a_value_has_the_type_of_its_field(section):
+    """Only a field without a default (COMPUTED) may have None in the parser and not in its type."""
+    hints = get_type_hints(section)
+    for field in flags_of(section):
+        default, kinds = field.metadata["default"], get_args(hints[field.name])
+        is_computed = field.default is dataclasses.MISSING
+        is_computed = is_computed and field.default_factory is dataclasses.MISSING
+        assert field.metadata["help"]
+        if default is None:
+            assert is_computed or type(None) in kinds, field.name
+        elif default != []:
+            assert isinstance(default, kinds or hints[field.name]), field.name
 
 
 def test_default_of_seq_length():
-    gpt2 = parse_arguments(["--model", "gpt2"])
-    assert choose_seq_length(parse_arguments([]), None) == 256
-    assert choose_seq_length(gpt2, 1024) == 512 and choose_seq_length(gpt2, 128) == 128
+    assert choose_seq_length(None, "tiny-gpt2", None) == 256
+    assert choose_seq_length(None, "gpt2", 1024) == 512
+    assert choose_seq_length(None, "gpt2", 128) == 128
     with pytest.raises(UserError, match="more than the 64 positions"):
-        choose_seq_length(parse_arguments(["--seq_length", "65"]), 64)
+        choose_seq_length(65, "gpt2", 64)
 
 
 def test_home_folder_in_a_path(monkeypatch, tmp_path):
@@ -77,7 +86,7 @@ def read(tmp_path):
 )
 def test_run_file(read, text, values):
     settings = read(text)
-    assert {name: getattr(settings, name) for name in values} == values
+    assert {name: settings.flags()[name] for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -92,7 +101,7 @@ def test_run_file(read, text, values):
 )
 def test_the_command_line_overrides_the_file(read, text, flags, values):
     settings = read(text, *flags)
-    assert {name: getattr(settings, name) for name in values} == values
+    assert {name: settings.flags()[name] for name in values} == values
 
 
 @pytest.mark.parametrize(

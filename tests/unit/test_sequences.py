@@ -15,7 +15,6 @@ from streams import stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
 from real_model_example import split_over_ranks
-from support.cli.arguments import Dataset
 from support.cli.parse import parse_arguments, parse_datasets
 from support.data.corpus import open_split, split_sequences
 from support.data.mixture import mix
@@ -23,6 +22,7 @@ from support.data.packing import pack
 from support.data.sequences import Padding, Sequences, shares_of
 from support.data.token_file import TokenFile
 from support.errors import TrainingError, UserError
+from support.settings.data import Dataset
 from support.units import IGNORED
 
 LENGTH = 64

@@ -49,7 +49,7 @@ def test_tables_name_existing_flags_once():
 )
 def test_what_a_flag_sets(flags, values):
     settings = parse_arguments(flags)
-    assert {name: getattr(settings, name) for name in values} == values
+    assert {name: settings.flags()[name] for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_warmup_ratio_is_a_share_of_all_steps():
 
 def test_fsdp_takes_the_options_of_trainer():
     def options(*flags):
-        return parse_arguments(["--fsdp", *flags]).configured_strategy.options
+        return parse_arguments(["--fsdp", *flags]).parallelism.configured.options
 
     assert options() == options("full_shard auto_wrap") == FsdpOptions()
     assert options("shard_grad_op auto_wrap").reshard_after_forward is False

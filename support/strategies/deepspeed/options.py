@@ -15,6 +15,7 @@ from typing import Any
 from support import PROJECT
 from support.errors import UserError, redact_value, remember_secrets
 from support.files.atomic import write_text
+from support.files.json_types import JsonObject
 from support.files.user_files import (
     TOO_DEEP,
     check_depth,
@@ -59,7 +60,7 @@ AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 OFFLOADED = ("offload_optimizer", "offload_param")
 
 
-def read_ds_config(path: str) -> dict[str, Any]:
+def read_ds_config(path: str) -> JsonObject:
     """Read a DeepSpeed configuration with DeepSpeed's parser, if installed: JSON with comments.
 
     Raises:
@@ -84,13 +85,13 @@ def read_ds_config(path: str) -> dict[str, Any]:
     return config
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
     """Return an object of the file, without keys that are null and comments ("_…" keys)."""
     values = unique_object([(key, value) for key, value in pairs if key[:1] != "_"])
     return {key: value for key, value in values.items() if value is not None}
 
 
-def check_with_deepspeed(path: str, merged: dict[str, Any], verbose: bool) -> None:
+def check_with_deepspeed(path: str, merged: JsonObject, verbose: bool) -> None:
     """Let DeepSpeed check --ds_config. It imports DeepSpeed, so the device must have been chosen.
 
     Args:
@@ -121,7 +122,7 @@ def check_with_deepspeed(path: str, merged: dict[str, Any], verbose: bool) -> No
         raise UserError(f"{file}: {problem}.") from error
 
 
-def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+def _without_auto(config: JsonObject) -> JsonObject:
     """Return a copy without the values that are "auto"."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
@@ -130,7 +131,7 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def lookup(config: dict[str, Any], key: str) -> Any:
+def lookup(config: JsonObject, key: str) -> Any:
     """Return the value at a dotted key ("optimizer.params.lr"), or None."""
     value: Any = config
     for name in key.split("."):
@@ -138,18 +139,18 @@ def lookup(config: dict[str, Any], key: str) -> Any:
     return value
 
 
-def nvme_folder(config: dict[str, Any] | None) -> str | None:
+def nvme_folder(config: JsonObject | None) -> str | None:
     """Return the folder of a complete configuration's NVMe files; None without such files."""
     return next((section["nvme_path"] for section in _nvme_sections(config or {})), None)
 
 
-def _nvme_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+def _nvme_sections(config: JsonObject) -> list[JsonObject]:
     """Return the sections of the model states that are kept on NVMe."""
     sections = (lookup(config, f"zero_optimization.{part}") or {} for part in OFFLOADED)
     return [section for section in sections if section.get("device") == "nvme"]
 
 
-def choose_strategy(config: dict[str, Any]) -> str:
+def choose_strategy(config: JsonObject) -> str:
     """Return the strategy that a DeepSpeed file describes."""
     stage = lookup(config, "zero_optimization.stage")
     device = lookup(config, "zero_optimization.offload_optimizer.device")
@@ -164,8 +165,8 @@ class Merged:
 
     flags: Flags
     file: str
-    config: dict[str, Any]  # with "auto" where the model or the device decides
-    values: dict[str, Any] = field(default_factory=dict)  # of flags that the file sets
+    config: JsonObject  # with "auto" where the model or the device decides
+    values: JsonObject = field(default_factory=dict)  # of flags that the file sets
     keys: dict[str, str] = field(default_factory=dict)  # key of the file by the flag that it sets
 
     def value(self, flag: str) -> Any:
@@ -205,7 +206,7 @@ def read_and_merge(flags: Flags, config_file: str) -> Merged:
     return merge(flags, read_ds_config(file), file)
 
 
-def merge(flags: Flags, content: dict[str, Any], file: str) -> Merged:
+def merge(flags: Flags, content: JsonObject, file: str) -> Merged:
     """Merge a DeepSpeed file with the flags, before torch or a model is loaded.
 
     If a flag was not given, the file's value is used. "auto" and missing values come from the flags
@@ -359,7 +360,7 @@ def _fill(section: dict, values: dict, where: tuple = (AUTO,)) -> None:
     section.update({key: value for key, value in values.items() if section.get(key) in where})
 
 
-def write_ds_config(config: dict[str, Any], nvme_path: str | None, folder: Path) -> None:
+def write_ds_config(config: JsonObject, nvme_path: str | None, folder: Path) -> None:
     """Write a complete configuration to ds_config.json in a folder, for --ds_config.
 
     Its secrets are null: DeepSpeed's clients then look for them in the environment.

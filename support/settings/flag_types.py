@@ -1,4 +1,4 @@
-"""Types of command-line flags, and a parser whose errors are one line.
+"""Types of the values of flags, with their limits.
 
 A type converts a flag's text, and raises argparse.ArgumentTypeError if the text is not valid.
 """
@@ -12,15 +12,17 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from support.errors import UserError
-from support.files.user_files import did_you_mean, shown
+from support.files.user_files import shown
 
+Number = TypeVar("Number", int, float)
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
 
 
-def _number(kind: Callable, is_valid: Callable, what: str, text: str) -> Any:
+def _number(
+    kind: Callable[[str], Number], is_valid: Callable[[Number], bool], what: str, text: str
+) -> Number:
     with contextlib.suppress(ValueError):
         if is_valid(value := kind(text)):
             return value
@@ -101,7 +103,7 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
-def path_or_switch(on: Any, off: Any) -> Callable[[str], Any]:
+def path_or_switch(on: object, off: object) -> Callable[[str], object]:
     """Return a type for a path, or true and false, which become `on` and `off`."""
     return lambda text: {"true": on, "false": off}.get(text.lower(), name(text))
 
@@ -137,43 +139,3 @@ fsdp_options = some_of(
     "full_shard shard_grad_op no_shard hybrid_shard hybrid_shard_zero2 auto_wrap offload",
     {"false": "", "true": "full_shard auto_wrap"},
 )
-
-
-class Options(argparse.Namespace):
-    """The values of a script's flags."""
-
-    def replace(self, **values) -> Options:
-        """Return a copy with other values."""
-        return Options(**{**vars(self), **values})
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError with one line, and suggests a similar flag."""
-
-    unknown_advice = ""  # about a flag that is similar to none
-
-    @classmethod
-    def of_script(cls, doc: str) -> Parser:
-        """Return the parser of a script; its --help shows the docstring of the script."""
-        about, _, details = doc.partition("\n\n")
-        raw = argparse.RawDescriptionHelpFormatter
-        return cls(description=about, epilog=details, allow_abbrev=False, formatter_class=raw)
-
-    def error(self, message: str):
-        """Raise a UserError."""
-        raise UserError(f"{shown(message, 400)} (--help lists every flag)")
-
-    def parse_args(self, args=None, namespace=None) -> Options:  # type: ignore[override]
-        """Parse as argparse does, into `Options`.
-
-        Raises:
-            UserError: an argument is unknown, or a value is not valid.
-        """
-        options, unknown = self.parse_known_args(args, namespace or Options())
-        if unknown and not unknown[0].startswith("-"):
-            self.error(f"{shown(unknown[0])} is not the value of a flag")
-        elif unknown:
-            flag = unknown[0].partition("=")[0]  # the value may be a secret
-            advice = did_you_mean(flag, self._option_string_actions) or self.unknown_advice
-            self.error(f"unknown argument {shown(flag)}{advice}")
-        return options

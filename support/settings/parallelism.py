@@ -1,0 +1,37 @@
+"""How the model states are distributed over the ranks."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from support.settings import flag_types
+from support.settings.fields import flag
+from support.strategies.strategy import Strategy
+from support.strategies.table import STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismSettings:
+    """The strategy that distributes the model states over the ranks."""
+
+    title: ClassVar[str] = "Strategy"
+
+    strategy: str = flag(
+        "dp",
+        flag_types.choice,
+        "offload: optimizer on the CPU. infinity: optimizer and parameters on NVMe",
+        choices=tuple(STRATEGIES),
+    )
+    ds_config: str | None = flag(
+        None, flag_types.name, "DeepSpeed JSON instead of ds_config_*.json", metavar="FILE"
+    )
+    fsdp_config: str | None = flag(
+        None, flag_types.name, "FSDP's options in JSON, as accelerate writes them", metavar="FILE"
+    )
+    nvme_path: str | None = flag(
+        None,
+        flag_types.name,
+        "where infinity keeps its files (default: the temporary folder)",
+        metavar="DIR",
+    )
+    # Not a flag: the row of --strategy in the table of strategies, with the options of its file.
+    configured: Strategy
