@@ -63,6 +63,7 @@ from support.model import resolve
 from support.report import finish, start
 from support.report.start_log import StartLog
 from support.settings.settings import Settings
+from support.settings.training import TrainingSettings
 from support.strategies import gradients, table
 from support.strategies.deepspeed import setup
 from support.strategies.fsdp import shards
@@ -96,31 +97,29 @@ def setup_distributed(
             differ from those of rank 0.
         UserError: a rank has no GPU of its own, or the ranks have devices of different types.
     """
-    device = process_group.device_of_rank(
-        launch, may_fail=settings.command.check
-    )  # cuda:<local rank>, or cpu
+    checks = settings.command.check  # --check reports a device that cannot be used
+    device = process_group.device_of_rank(launch, may_fail=checks)  # cuda:<local rank>, or cpu
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # NCCL for GPUs, gloo for CPU processes; in a simulation of ranks, collectives return at once.
-    backend = (
-        "fake" if settings.debug.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
-    )
+    real = "nccl" if device.type == "cuda" else "gloo"
+    backend = "fake" if settings.debug.simulate_gpus else real
     # Key-value stores that all ranks share: for our own messages, and for the process group.
-    store, group_store = process_group.meet_ranks(settings, launch, device, backend)
+    cluster, strategy = settings.cluster, settings.parallelism.configured
+    store, group_store = process_group.meet_ranks(cluster.ddp_timeout, launch, device, backend)
     ctx = DistContext(launch, device, backend, monitor, store)
-    process_group.watch_ranks(
-        ctx, settings.cluster.hang_seconds
-    )  # from here on a failure ends all ranks
-    options = process_group.group_options(settings, ctx)  # backend=, and what the strategy needs
+    process_group.watch_ranks(ctx, cluster.hang_seconds)  # from here on a failure ends all ranks
+    options = process_group.group_options(strategy, ctx)  # backend=, and what the strategy needs
     dist.init_process_group(
         store=group_store,
         rank=ctx.rank,
         world_size=ctx.world_size,
-        timeout=timedelta(seconds=settings.cluster.ddp_timeout),
+        timeout=timedelta(seconds=cluster.ddp_timeout),
         **options,
     )
     process_group.compare_software(ctx)
-    process_group.configure_torch(settings, ctx)  # TF32, --deterministic, --compile
+    deterministic, compiles = settings.training.deterministic, settings.model.compile
+    process_group.configure_torch(ctx, strategy, deterministic, compiles)  # also TF32
     return ctx
 
 
@@ -134,45 +133,49 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
         TrainingError: the run failed.
         Preempted: a rank received a stop signal; a complete checkpoint was saved.
     """
+    training, output = settings.training, settings.output
+    strategy = settings.parallelism.configured  # the row of --strategy, with its options
     folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
-    start.check_machine(settings, ctx)  # for what the strategy and --compile need
-    target = finish.find_target(settings, ctx, folder)  # where the trained model goes
+    start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
+    target = finish.find_target(
+        output, settings.model.merge_lora, ctx, folder
+    )  # where the trained model goes
     log = StartLog.open(settings, ctx, folder)  # prints and records how the run gets ready
     checkpoint = CheckpointManager.find(settings, ctx, folder.path)  # None without --resume
     spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
-    settings = settings.replace(seq_length=spec.seq_length(settings))
-    log.model_found(settings, spec)
+    plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
+    log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     datasets = prepare_dataset(settings, ctx, spec)
-    log.dataset_ready(datasets, settings.training.eval_only, settings.data.streaming)
+    log.dataset_ready(datasets, training.eval_only, settings.data.streaming)
+    finish.check_prompt(output.generate, spec, datasets.facts, training.eval_only)
     objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
 
-    manager = CheckpointManager(settings, ctx, folder.path / "checkpoints", objects, spec, datasets)
+    checkpoints = folder.path / "checkpoints"
+    manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
-    state = batches.train_state(counters, datasets.train, settings, ctx.world_size)
+    state = batches.train_state(counters, datasets.train, training, ctx.world_size)
     if folder.was_complete_at(state):  # --resume of a completed run
-        finish.restore_results(folder, manager, state, settings.training.load_best_at_end)
-        finish.publish(
-            settings, folder, target, manager.trained_model(None), autocast(objects, ctx)
-        )
+        finish.restore_results(folder, manager, state, training.load_best_at_end)
+        trained = manager.trained_model(None)
+        finish.publish(settings, folder, target, trained, autocast(objects, ctx))
         return objects.model
 
-    run = start.open_run(
-        settings, ctx, log, manager, state
-    )  # with the log and the meter of the steps
+    run = start.open_run(settings, ctx, log, manager, state)  # log and meter of the steps
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
-    start.keep_freed_memory(settings, ctx, spec)  # on a CPU
-    start.watch_steps(settings, ctx, run)  # from here on a step that hangs is reported
+    start.keep_freed_memory(plan, ctx, strategy)  # on a CPU
+    start.watch_steps(training, ctx, run)  # from here on a step that hangs is reported
     eval_loss = train_and_evaluate(run, datasets, settings, ctx)
 
     finish.end_training(ctx, run)
-    finish.load_best(run, settings.training.load_best_at_end)
-    finish.summarize(settings, ctx, run, eval_loss)  # speed, memory, losses
+    finish.load_best(run, training.load_best_at_end)
+    profile_memory = settings.debug.profile_memory
+    finish.summarize(run, ctx, plan, eval_loss, training.optim, profile_memory)
     # Rank 0 gathers one parameter after the other, for <output_dir>/hf. --generate needs autocast.
     finish.publish(settings, folder, target, manager.trained_model(state), autocast(objects, ctx))
     run.log.close()
@@ -191,11 +194,13 @@ def prepare_dataset(
     Returns:
         The training and the validation sequences, and facts for results.json.
     """
-    if settings.data.streaming:  # reads and tokenizes while training
-        datasets = opening.open_stream(settings, ctx, spec.tokenizer)
-    else:
-        datasets = opening.open_tokenized(settings, ctx, spec.tokenizer)
-    opening.check_validation(datasets.validation, settings)
+    # Micro-batches are padded to few lengths; to one with --compile, which compiles each length.
+    whole = settings.model.compile or ctx.simulated
+    padding = opening.Padding.of(spec.seq_length, whole, ctx.device.type)
+    # A stream is read and tokenized while the run trains.
+    open_data = opening.open_stream if settings.data.streaming else opening.open_tokenized
+    datasets = open_data(settings.data, settings.training, ctx, spec.tokenizer, padding)
+    opening.check_validation(datasets.validation, settings.training)
     return datasets
 
 
@@ -222,19 +227,23 @@ def train_and_evaluate(
     Returns:
         The loss of the last evaluation, or None if there was none.
     """
-    start.say_training(ctx, run, settings.training.eval_only)
+    training, data = settings.training, settings.data
+    count = training.eval_samples or data.num_samples or datasets.validation.num_sequences
+    validation = datasets.validation.take(count)
+    batch_size = training.eval_batch_size or training.batch_size
+    start.say_training(ctx, run, training.eval_only)
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
     is_deepspeed = run.objects.strategy.engine == "deepspeed"
     train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
-    due = settings.training.eval_first if state.step == 0 else state.evaluation_is_due
-    due = due or settings.training.eval_only
+    due = training.eval_first if state.step == 0 else state.evaluation_is_due
+    due = due or training.eval_only
     eval_loss = None
     while True:
-        if due and datasets.validation.num_sequences:
+        if due and validation.num_sequences:
             run.log.start_evaluation()
-            eval_loss = evaluate(run.objects, datasets.validation, settings, ctx)
+            eval_loss = evaluate(run.objects, validation, batch_size, ctx)
             if eval_loss is None:  # a rank received a stop signal
                 finish.stop(run)  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
@@ -244,14 +253,17 @@ def train_and_evaluate(
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        step_batches = rest_of_epoch(datasets.train, state.epoch, state.position, settings, ctx)
-        train_epoch(run, step_batches, settings, ctx)
+        step_batches = rest_of_epoch(datasets.train, state.epoch, state.position, training, ctx)
+        train_epoch(run, step_batches, training, ctx)
         due = state.evaluation_is_due
 
 
 # ========================================================================= the two training loops
 def train_epoch_ddp(
-    run: start.Run, step_batches: Iterable[batches.StepBatch], settings: Settings, ctx: DistContext
+    run: start.Run,
+    step_batches: Iterable[batches.StepBatch],
+    training: TrainingSettings,
+    ctx: DistContext,
 ) -> None:
     """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
@@ -259,7 +271,7 @@ def train_epoch_ddp(
     model.train()
     run.log.start_epoch()
     for step_batch in step_batches:  # this rank's share of each global batch
-        lr = learning_rate(state.step, state.total_steps, settings)
+        lr = learning_rate(state.step, state.total_steps, training)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
@@ -267,7 +279,7 @@ def train_epoch_ddp(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            batches.seed_dropout(settings.training.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(training.seed, state.step, micro_step, ctx.rank)
             set_gradient_sync(model, is_last)  # the ranks reduce the gradients once per step
             with autocast(objects, ctx):
                 # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
@@ -283,10 +295,8 @@ def train_epoch_ddp(
         ctx.stop.defer(run.manager.may_save)  # from now on a stop signal waits for the step
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
         grad_norm = gradients.gradient_norm(model)  # of the whole gradient: FSDP's shards are added
-        if settings.training.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(
-                model.parameters(), settings.training.max_grad_norm, grad_norm
-            )
+        if training.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(model.parameters(), training.max_grad_norm, grad_norm)
         # A non-finite loss (or norm, except in fp16) disables all further updates; log_step raises.
         gradients.block_update_if_not_finite(objects, step_loss, grad_norm, ctx.simulated)
         scaler.step(optimizer)  # the update; in fp16 all ranks skip it if a gradient overflowed
@@ -302,7 +312,10 @@ def train_epoch_ddp(
 
 
 def train_epoch_deepspeed(
-    run: start.Run, step_batches: Iterable[batches.StepBatch], settings: Settings, ctx: DistContext
+    run: start.Run,
+    step_batches: Iterable[batches.StepBatch],
+    training: TrainingSettings,
+    ctx: DistContext,
 ) -> None:
     """Train with DeepSpeed's engine until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
@@ -310,7 +323,7 @@ def train_epoch_deepspeed(
     engine.train()
     run.log.start_epoch()
     for step_batch in step_batches:
-        lr = learning_rate(state.step, state.total_steps, settings)
+        lr = learning_rate(state.step, state.total_steps, training)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
         step_loss = torch.zeros((), device=ctx.device)
@@ -318,7 +331,7 @@ def train_epoch_deepspeed(
 
         for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
-            batches.seed_dropout(settings.training.seed, state.step, micro_step, ctx.rank)
+            batches.seed_dropout(training.seed, state.step, micro_step, ctx.rank)
             # zero1 reduces the gradients in the last micro-batch only, the others in every one.
             # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
@@ -347,22 +360,20 @@ def train_epoch_deepspeed(
 
 
 # ================================================================================ parts of a step
-def learning_rate(step: int, total_steps: int, settings: Settings) -> float:
+def learning_rate(step: int, total_steps: int, training: TrainingSettings) -> float:
     """Return the learning rate of a step: linear warm-up to --lr, then the decay of --lr_scheduler.
 
     `step` counts from 0. "linear" and "cosine" reach 0 at the step `total_steps`.
     """
-    warmup_steps = settings.training.warmup_steps or math.ceil(
-        settings.training.warmup_ratio * total_steps
-    )
+    warmup_steps = training.warmup_steps or math.ceil(training.warmup_ratio * total_steps)
     if step < warmup_steps:
-        return settings.training.lr * (step + 1) / (warmup_steps + 1)
+        return training.lr * (step + 1) / (warmup_steps + 1)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if settings.training.lr_scheduler == "linear":
-        return settings.training.lr * (1 - progress)
-    if settings.training.lr_scheduler == "cosine":
-        return settings.training.lr * (0.5 * (1 + math.cos(math.pi * progress)))
-    return settings.training.lr  # constant
+    if training.lr_scheduler == "linear":
+        return training.lr * (1 - progress)
+    if training.lr_scheduler == "cosine":
+        return training.lr * (0.5 * (1 + math.cos(math.pi * progress)))
+    return training.lr  # constant
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
@@ -372,22 +383,30 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def rest_of_epoch(
-    train_data: Any, epoch: int, position: int, settings: Settings, ctx: DistContext
+    train_data: opening.TrainData,
+    epoch: int,
+    position: int,
+    training: TrainingSettings,
+    ctx: DistContext,
 ) -> Iterable[batches.StepBatch]:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
     Their order depends on the seed and the epoch only.
     """
-    if settings.data.streaming:
+    if not isinstance(train_data, opening.Sequences):  # --streaming: in the order of the stream
         return train_data.step_batches(ctx.device)
-    order = train_data.epoch_order(settings.training.seed, epoch)[position:]
-    accumulation = settings.training.gradient_accumulation_steps
-    shares = split_over_ranks(train_data, order, settings.training.batch_size, accumulation, ctx)
+    order = train_data.epoch_order(training.seed, epoch)[position:]
+    accumulation = training.gradient_accumulation_steps
+    shares = split_over_ranks(train_data, order, training.batch_size, accumulation, ctx)
     return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
 
 
 def split_over_ranks(
-    sequences: Any, order: np.ndarray, batch_size: int, accumulation: int, ctx: DistContext
+    sequences: opening.Sequences,
+    order: np.ndarray,
+    batch_size: int,
+    accumulation: int,
+    ctx: DistContext,
 ) -> Iterator[batches.StepBatch]:
     """Yield this rank's micro-batches of each optimizer step.
 
@@ -490,7 +509,7 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
 # ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(
-    objects: TrainingObjects, validation: opening.Sequences, settings: Settings, ctx: DistContext
+    objects: TrainingObjects, validation: opening.Sequences, batch_size: int, ctx: DistContext
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
@@ -501,11 +520,7 @@ def evaluate(
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
-    validation = validation.take(
-        settings.training.eval_samples or settings.data.num_samples or validation.num_sequences
-    )
     order = np.arange(validation.num_sequences)
-    batch_size = settings.training.eval_batch_size or settings.training.batch_size
     steps = batches.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
     count = batches.steps_of(len(order), batch_size * ctx.world_size)
     for number, step_batch in enumerate(batches.with_bar(steps, "Evaluation", count)):
@@ -530,8 +545,8 @@ def build_ddp(
 ) -> TrainingObjects:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model = spec.load(ctx)
-    resolve.prepare_forward(model, settings, spec)
-    log.model_loaded(settings, spec)
+    resolve.prepare_forward(model, settings.model, spec)
+    log.model_loaded(spec)
     resolve.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
@@ -544,7 +559,8 @@ def build_ddp(
         )
         if ctx.simulated:
             process_group.replace_all_reduce(model)
-    optimizer = create_optimizer(parameter_groups(model, settings), settings)
+    training = settings.training
+    optimizer = create_optimizer(parameter_groups(model, training.weight_decay), training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
@@ -585,10 +601,11 @@ def build_fsdp(
     model.to_empty(device="cpu" if options.offload else ctx.device)
     shards.fill_from_rank0(model, full_model, ctx.device)  # also buffers
     del full_model
-    resolve.prepare_forward(model, settings, spec)
-    log.model_loaded(settings, spec)
+    resolve.prepare_forward(model, settings.model, spec)
+    log.model_loaded(spec)
     # The optimizer states are sharded because the parameters are.
-    optimizer = create_optimizer(parameter_groups(model, settings), settings)
+    training = settings.training
+    optimizer = create_optimizer(parameter_groups(model, training.weight_decay), training)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
@@ -619,20 +636,19 @@ def build_deepspeed(
     if ctx.is_main:
         setup.write_config(strategy, log.folder.path)  # <output_dir>/ds_config.json
     if strategy.stage == 3:  # also infinity
-        model = partition_with_zero3(strategy, settings, ctx, spec)
+        model = partition_with_zero3(strategy, ctx, spec, settings.debug.verbose)
     else:
         model = spec.load(ctx)
-    resolve.prepare_forward(model, settings, spec)
-    log.model_loaded(settings, spec)
-    own_optimizer = settings.training.optim != "adamw" and not settings.training.eval_only
-    with setup.quiet(
-        settings.debug.verbose
-    ):  # moves the model to the device, and wraps the optimizer
+    resolve.prepare_forward(model, settings.model, spec)
+    log.model_loaded(spec)
+    training, verbose = settings.training, settings.debug.verbose
+    own_optimizer = training.optim != "adamw" and not training.eval_only
+    with setup.quiet(verbose):  # moves the model to the device, and wraps the optimizer
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
-            model_parameters=parameter_groups(model, settings),
-            optimizer=partial(create_optimizer, settings=settings) if own_optimizer else None,
+            model_parameters=parameter_groups(model, training.weight_decay),
+            optimizer=partial(create_optimizer, training=training) if own_optimizer else None,
         )
     return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
 
@@ -649,11 +665,10 @@ def prepare_deepspeed(
         make = partial(setup.make_nvme_folder, settings.parallelism.nvme_path, *sizes)
         nvme_folder = ctx.once_per_node("nvme folder", make)
     # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
-    ctx.once_per_node(
-        "ops", partial(setup.build_ops, strategy, settings.output.quiet, settings.debug.verbose)
-    )
+    quiet, verbose = settings.output.quiet, settings.debug.verbose
+    ctx.once_per_node("ops", partial(setup.build_ops, strategy, quiet, verbose))
     setup.patch_deepspeed(strategy, ctx.device.type)  # loads these ops; avoids waits for a GPU
-    with setup.quiet(settings.debug.verbose):
+    with setup.quiet(verbose):
         deepspeed.init_distributed(dist_backend=ctx.backend)  # uses the existing process group
     model_sizes = setup.ModelSizes(  # the buckets hold a transformer block
         spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
@@ -662,7 +677,7 @@ def prepare_deepspeed(
 
 
 def partition_with_zero3(
-    strategy: table.DeepSpeed, settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
+    strategy: table.DeepSpeed, ctx: DistContext, spec: resolve.ModelSpec, verbose: bool
 ) -> nn.Module:
     """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
@@ -674,7 +689,7 @@ def partition_with_zero3(
     model = spec.load(ctx, dtype="auto")
     # Not `with zero.Init()`, which would skip transformers' own initialization of new weights.
     one_by_one = setup.OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
-    with setup.quiet(settings.debug.verbose):
+    with setup.quiet(verbose):
         deepspeed.zero.Init(module=one_by_one, config_dict_or_path=strategy.config)
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(ctx.device)
@@ -686,50 +701,42 @@ def load_for_evaluation(
 ) -> TrainingObjects:
     """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
     model = spec.load(ctx)
-    resolve.prepare_forward(model, settings, spec)
-    log.model_loaded(settings, spec)
+    resolve.prepare_forward(model, settings.model, spec)
+    log.model_loaded(spec)
     model.to(ctx.device)
     return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)
 
 
 # -------------------------------------------------------------------- the same for all strategies
-def parameter_groups(model: nn.Module, settings: Settings) -> list[dict]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # A parameter that ZeRO-3 has partitioned has the shape [0]; its full shape is in ds_shape.
     is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in trained}
     groups = [
-        {
-            "params": [p for p in trained if is_matrix[p]],
-            "weight_decay": settings.training.weight_decay,
-        },
+        {"params": [p for p in trained if is_matrix[p]], "weight_decay": weight_decay},
         {"params": [p for p in trained if not is_matrix[p]], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
 
 
-def create_optimizer(groups: list[dict], settings: Settings) -> torch.optim.Optimizer:
+def create_optimizer(groups: list[dict], training: TrainingSettings) -> torch.optim.Optimizer:
     """Return the optimizer of --optim."""
-    adam = {
-        "betas": (settings.training.adam_beta1, settings.training.adam_beta2),
-        "eps": settings.training.adam_epsilon,
-    }
-    if settings.training.optim == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.training.lr, **adam, fused=True)
-    if settings.training.optim == "sgd":
+    adam = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
+    if training.optim == "adamw":
+        return torch.optim.AdamW(groups, lr=training.lr, **adam, fused=True)
+    if training.optim == "sgd":
         # The fused kernel does not support FSDP2's sharded tensors.
         is_sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=settings.training.lr, fused=not is_sharded)
-    if settings.training.optim == "adafactor":
+        return torch.optim.SGD(groups, lr=training.lr, fused=not is_sharded)
+    if training.optim == "adafactor":
         from transformers.optimization import Adafactor
 
         # As Trainer configures it: --lr is the step size, as with the other optimizers.
-        return Adafactor(
-            groups, lr=settings.training.lr, scale_parameter=False, relative_step=False
-        )
+        return Adafactor(groups, lr=training.lr, scale_parameter=False, relative_step=False)
     from bitsandbytes.optim import AdamW8bit
 
-    return AdamW8bit(groups, lr=settings.training.lr, **adam)
+    return AdamW8bit(groups, lr=training.lr, **adam)
 
 
 if __name__ == "__main__":

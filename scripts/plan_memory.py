@@ -147,7 +147,7 @@ def read_flags(parser: Parser) -> Options:
     if args.config is None:
         return args
     run = parse_arguments(["--config", args.config])
-    fit.check_is_planned(run)
+    fit.check_is_planned(run.parallelism.configured, run.training.eval_only)
     flags, isolates = run.flags(), run.data.isolates_documents
     values = {name: flags[name] for name in SAME_FLAGS} | {
         "precision": parser.get_default("precision")

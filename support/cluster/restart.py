@@ -21,6 +21,7 @@ from support.cluster.launch import agent_hosts_store, stopped_before_start
 from support.errors import UserError
 from support.files import atomic
 from support.settings.settings import Settings
+from support.settings.training import TrainingSettings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -88,16 +89,14 @@ def record_end(error: UserError) -> bool:
     return True
 
 
-def restart_values(settings: Settings, folder: Path) -> dict:
+def restart_values(training: TrainingSettings, folder: Path) -> dict:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
     The micro-batch has more than one sequence.
     """
-    total = settings.training.batch_size * settings.training.gradient_accumulation_steps
+    total = training.batch_size * training.gradient_accumulation_steps
     # Half, or the next smaller size of which the global batch is a multiple.
-    size = next(
-        size for size in range(settings.training.batch_size // 2, 0, -1) if total % size == 0
-    )
+    size = next(size for size in range(training.batch_size // 2, 0, -1) if total % size == 0)
     steps = total // size
     return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
 

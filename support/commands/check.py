@@ -28,10 +28,11 @@ from support.cluster.gpus import require_usable
 from support.cluster.tuning import available_cores
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, UserError, redact
 from support.files.cache import cache_folder
-from support.memory import fit
+from support.memory.fit import remedies
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
 from support.process import versions
+from support.report.run_plan import memory_limits, planned_work
 from support.settings.data import choose_seq_length
 from support.settings.settings import Settings
 from support.units import GB, MB
@@ -224,17 +225,14 @@ def _limits(settings: Settings, ctx: DistContext) -> Line | None:
 
 
 def _memory(settings: Settings, ctx: DistContext) -> Line | None:
-    limits = fit.memory_limits(ctx)
+    limits = memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
     capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
         model = find_architecture(settings.model.model)
-        settings = settings.replace(
-            seq_length=choose_seq_length(
-                settings.data.seq_length, settings.model.model, model.limit
-            )
-        )
-        work = fit.planned_work(settings, ctx, model)
+        requested, name = settings.data.seq_length, settings.model.model
+        length = choose_seq_length(requested, name, model.limit)
+        work = planned_work(settings, ctx, model, length)
     except UserError as error:
         return Line(WARNING, "memory", f"{capacity}; not planned", str(error))
     estimate = predict(work, settings.parallelism.strategy)
@@ -243,7 +241,7 @@ def _memory(settings: Settings, ctx: DistContext) -> Line | None:
         host = estimate.host * limits.ranks_per_node
         text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
     fits = limits.hold(estimate)
-    ways = [] if fits else fit.remedies(work, settings.parallelism.strategy, limits)
+    ways = [] if fits else remedies(work, settings.parallelism.strategy, limits)
     remedy = f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py"
     return _line(fits, "memory", text, remedy, PROBLEM)
 

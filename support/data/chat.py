@@ -15,7 +15,6 @@ import numpy as np
 from support.data.special_tokens import start_of
 from support.errors import UserError, first_line
 from support.files.user_files import shown
-from support.settings.settings import Settings
 
 # For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
 # (if the tokenizer has one) after each answer.
@@ -405,11 +404,11 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
     return Prompt(ids, is_chat, len(start))
 
 
-def prompt_for(settings: Settings, tokenizer: Any, dataset: dict) -> Prompt:
+def prompt_for(text: str, tokenizer: Any, dataset: dict, eval_only: bool) -> Prompt:
     """Return the prompt of --generate: in the chat template if conversations were trained.
 
     Base models have a chat template, too, so an evaluation only is the other case that uses it.
     """
     kind = dataset.get("kind")  # None before a stream's first row
-    as_chat = kind == "chat" or (settings.training.eval_only and kind != "pair")
-    return prompt_of(settings.output.generate or "", tokenizer, as_chat)
+    as_chat = kind == "chat" or (eval_only and kind != "pair")
+    return prompt_of(text, tokenizer, as_chat)

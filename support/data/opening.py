@@ -43,7 +43,9 @@ def open_tokenized(settings: Settings, ctx: DistContext, tokenizer: Any) -> Data
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
     announce(settings)
-    if len(settings.data.dataset) > 1 and not (settings.training.eval_only and settings.data.validation_file):
+    if len(settings.data.dataset) > 1 and not (
+        settings.training.eval_only and settings.data.validation_file
+    ):
         from support.data.mixture import open_mixture
 
         return Datasets(*open_mixture(settings, ctx, tokenizer))

@@ -1,6 +1,6 @@
 """What fits in a given memory: a strategy, the largest batch, the fewest GPUs.
 
-Also the memory estimate of a run in progress, and advice for a run that ran out of memory.
+Also advice for a run that ran out of memory.
 """
 
 import math
@@ -12,7 +12,7 @@ from functools import partial
 
 from support.errors import UserError
 from support.memory.estimate import MemoryEstimate, predict, supporting
-from support.settings.settings import Settings
+from support.strategies.strategy import Strategy
 from support.strategies.table import OFFLOADING, ON_DEVICE, PREFERENCE
 from support.units import GB
 from support.workload.architectures import Architecture, read_architecture
@@ -98,98 +98,22 @@ def fitting_split(
     return None
 
 
-# ------------------------------------------------------------------------------ a run in progress
-
-
-def check_is_planned(settings: Settings) -> None:
-    """Check that the memory estimate supports a run.
-
-    Raises:
-        UserError: it uses the user's own DeepSpeed file or options of FSDP, or only evaluates.
-    """
-    if settings.training.eval_only or not settings.parallelism.configured.is_standard:
-        raise UserError(
-            "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
-            "defaults only."
-        )
-
-
-def planned_work(settings: Settings, ctx, model: Architecture) -> Workload:
-    """Describe this run for the memory estimate.
-
-    Raises:
-        UserError: the estimate does not support the run (see `check_is_planned`).
-    """
-    check_is_planned(settings)
-    chosen, training = settings.model, settings.training
-    return Workload(
-        model,
-        ctx.world_size,
-        training.batch_size,
-        settings.data.seq_length,
-        ctx.precision,
-        chosen.gradient_checkpointing,
-        training.gradient_accumulation_steps,
-        device=ctx.device.type,
-        rank=0 if ctx.simulated else None,
-        lora=adapters(model, chosen.lora_r, chosen.lora_targets),
-        fused_gelu=chosen.fused_gelu,
-        attention_mask=settings.data.isolates_documents,
-        optimizer=training.optim,
-        compiled=chosen.compile,
-        load_in_4bit=chosen.load_in_4bit,
-        capability=ctx.capability,
-    )
-
-
-def memory_limits(ctx) -> Limits:
-    """Return the memory limits of this rank's device and of its node, in bytes."""
-    import torch
-
-    from support.memory.system import memory_limit
-
-    ranks = ctx.ranks_per_node
-    if ctx.device.type == "cuda":
-        return Limits(memory_limit(ctx.device), memory_limit(torch.device("cpu")), None, ranks)
-    return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
-
-
 def host_memory() -> int:
     """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def estimate_of(settings: Settings, ctx, spec) -> MemoryEstimate | None:
-    """Return the memory estimate of this run, or None if it does not support the run."""
-    try:
-        model = read_architecture(spec.config.to_dict(), settings.model.model)
-        return predict(planned_work(settings, ctx, model), settings.parallelism.strategy)
-    except UserError:
-        return None
-
-
-def keeps_large_tensors(settings: Settings, ctx, spec) -> bool:
-    """Return whether a run on a CPU keeps the memory of large tensors that it frees.
-
-    It does if nothing is sharded and it needs less than half of the memory by the estimate.
-    Strategies that shard use tensors of many sizes: keeping large ones takes 27 to 38 % more
-    memory, for steps from 6 % shorter to 20 % longer (benchmarks/RESULTS.md).
-    """
-    sharded = settings.parallelism.configured.sharded
-    estimate = None if sharded else estimate_of(settings, ctx, spec)
-    return estimate is not None and memory_limits(ctx).hold(estimate, 0.5)
-
-
-def ways_to_fit(settings: Settings, ctx, spec) -> list[str]:
-    """Return lines of advice with estimated memory, for a run that ran out of memory.
+def check_is_planned(strategy: Strategy, eval_only: bool) -> None:
+    """Check that the memory estimate supports a run.
 
     Raises:
-        UserError: the estimate does not support the architecture or the configuration.
+        UserError: it uses the user's own DeepSpeed file or options of FSDP, or only evaluates.
     """
-    model = read_architecture(spec.config.to_dict(), settings.model.model)
-    return describe_remedies(
-        planned_work(settings, ctx, model), settings.parallelism.strategy, memory_limits(ctx)
-    )
+    if eval_only or not strategy.is_standard:
+        raise UserError(
+            "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
+            "defaults only."
+        )
 
 
 def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryEstimate]:

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from support import console
-from support.cluster.context import DTYPES, DistContext
+from support.cluster.context import DistContext
 from support.errors import FirstError, TrainingError, redact
 from support.files import atomic
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
 from support.model.resolve import ModelSpec
 from support.model.weights import persistent_buffers
-from support.settings.settings import Settings
+from support.settings.output import OutputSettings
 from support.strategies.objects import TrainingObjects
 from support.strategies.optimizer_shards import ShardedState
 from support.units import perplexity_of
@@ -65,7 +65,9 @@ class Target(NamedTuple):
     repository: str | None = None  # on the hub, to which rank 0 pushes the folder
 
 
-def target_of(settings: Settings, output_dir: Path, earlier: dict | None) -> Target:
+def target_of(
+    output: OutputSettings, merge_lora: bool, output_dir: Path, earlier: dict | None
+) -> Target:
     """Return the destination: --export_hf, or `hf` in the run's folder.
 
     Args:
@@ -74,28 +76,28 @@ def target_of(settings: Settings, output_dir: Path, earlier: dict | None) -> Tar
     # Imported before the training: a changed installation must not fail the export after it.
     from support.model import card  # noqa: F401
 
-    if settings.model.merge_lora:
+    if merge_lora:
         from support.model import merging  # noqa: F401
     exported = (earlier or {}).get("export") or {}
-    own = not settings.output.export_hf or exported.get("folder") == redact(
-        settings.output.export_hf
-    )
-    return Target(
-        Path(settings.output.export_hf or output_dir / "hf"), settings.output.overwrite or own
-    )
+    own = not output.export_hf or exported.get("folder") == redact(output.export_hf)
+    return Target(Path(output.export_hf or output_dir / "hf"), output.overwrite or own)
 
 
-def export_model(trained: TrainedModel, target: Target, settings: Settings, facts: dict) -> dict:
+def export_model(
+    trained: TrainedModel, target: Target, facts: dict, merges: bool, dtype: torch.dtype
+) -> dict:
     """Export the trained model. Every rank calls this function.
 
     Args:
         facts: the results so far, by keys of results.json.
+        merges: whether adapters are added to the weights (--merge_lora).
+        dtype: of the exported weights.
     Returns:
         The `export` entry of results.json.
     Raises:
         TrainingError: the export failed; the message names the checkpoint with the weights.
     """
-    facts = {**facts, "merged": settings.model.merge_lora}
+    facts = {**facts, "merged": merges}
     if trained.is_best:
         loss = facts["best_eval_loss"]
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
@@ -104,7 +106,7 @@ def export_model(trained: TrainedModel, target: Target, settings: Settings, fact
     from support.model import card
 
     text = card.model_card(facts, trained.identity)
-    failed, folder = _write_folder(trained, target, settings, text)
+    failed, folder = _write_folder(trained, target, text, merges, dtype)
     if failed:
         if checkpoint := trained.keep_weights():
             advice = (
@@ -114,7 +116,7 @@ def export_model(trained: TrainedModel, target: Target, settings: Settings, fact
         else:  # often because the same disk is full
             elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"
             elsewhere = trained.ctx.broadcast_from_rank0(elsewhere)
-            lost, folder = _write_folder(trained, Target(elsewhere, False), settings, text)
+            lost, folder = _write_folder(trained, Target(elsewhere, False), text, merges, dtype)
             advice = f"The trained weights are lost: {lost}" if lost else f"They are in {folder}."
         raise TrainingError(f"The export to {target.folder} failed: {failed} {advice}")
     return {
@@ -125,7 +127,7 @@ def export_model(trained: TrainedModel, target: Target, settings: Settings, fact
 
 
 def _write_folder(
-    trained: TrainedModel, target: Target, settings: Settings, card: str
+    trained: TrainedModel, target: Target, card: str, merges: bool, dtype: torch.dtype
 ) -> tuple[str, Path]:
     """Write the folder of a trained model.
 
@@ -133,13 +135,13 @@ def _write_folder(
         Why it could not be written, or ""; and its folder: the target, or a new one next to it if
         another run has written to the target.
     """
-    ctx, spec, dtype = trained.ctx, trained.spec, DTYPES[settings.output.export_dtype]
+    ctx, spec = trained.ctx, trained.spec
     errors, final = FirstError(), target.folder
     temporary = errors.attempt(atomic.start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
-        errors.attempt(spec.describe, folder, dtype, settings.model.merge_lora)
-    if spec.lora and settings.model.merge_lora:
+        errors.attempt(spec.describe, folder, dtype, merges)
+    if spec.lora and merges:
         from support.model.merging import write_merged
 
         load = partial(spec.load, ctx, dtype="auto")

@@ -10,26 +10,46 @@ import torch
 
 from support import console
 from support.checkpoints.manager import CheckpointManager
-from support.cluster.context import DistContext
+from support.cluster.context import DTYPES, DistContext
+from support.data.chat import prompt_for
 from support.errors import Preempted
+from support.files.json_types import JsonObject
+from support.report.run_plan import RunPlan
 from support.model import export, push
+from support.model.generate import generate
+from support.model.resolve import ModelSpec
 from support.report import results
 from support.report.run_folder import RESULTS, RunFolder
 from support.report.start import Run
+from support.settings.output import OutputSettings
 from support.settings.settings import Settings
 from support.train_state import TrainState
 from support.units import GB, perplexity_of
 
 
-def find_target(settings: Settings, ctx: DistContext, folder: RunFolder) -> export.Target:
+def find_target(
+    output: OutputSettings, merge_lora: bool, ctx: DistContext, folder: RunFolder
+) -> export.Target:
     """Return where the trained model goes: a folder, and with --push_to_hub a new repository.
 
     Before the training, so that a missing permission does not fail the run after it.
     """
-    target = export.target_of(settings, folder.path, folder.found)
-    if not settings.output.push_to_hub:
+    target = export.target_of(output, merge_lora, folder.path, folder.found)
+    if not output.push_to_hub:
         return target
-    return target._replace(repository=push.open_repository(settings, folder.path, ctx))
+    return target._replace(repository=push.open_repository(output, folder.path, ctx))
+
+
+def check_prompt(text: str | None, spec: ModelSpec, dataset: JsonObject, eval_only: bool) -> None:
+    """Check that the prompt of --generate can be used, before the training.
+
+    Args:
+        dataset: its entry in results.json.
+    Raises:
+        UserError: it cannot be rendered, or has no token.
+    """
+    if text:
+        prompt_for(text, spec.tokenizer, dataset, eval_only)
 
 
 def stop(run: Run) -> NoReturn:
@@ -68,11 +88,20 @@ def load_best(run: Run, load_best_at_end: bool) -> None:
         console.warn("--load_best_at_end: no evaluation gave a finite loss: last weights.")
 
 
-def summarize(settings: Settings, ctx: DistContext, run: Run, eval_loss: float | None) -> None:
+def summarize(
+    run: Run,
+    ctx: DistContext,
+    plan: RunPlan,
+    eval_loss: float | None,
+    optim: str,
+    profile_memory: bool,
+) -> None:
     """Record and print the results of the training.
 
     Args:
+        plan: the memory estimate, which is recorded next to the measured memory.
         eval_loss: of the last evaluation; None if there was none.
+        profile_memory: also print the memory of each phase, and by kind of state.
     """
     run.log.flush()
     state, spec = run.state, run.manager.spec
@@ -85,9 +114,9 @@ def summarize(settings: Settings, ctx: DistContext, run: Run, eval_loss: float |
         best_eval_loss=best.get("loss"),
         best_step=best.get("step"),
         stopped_early=state.patience if state.stopped_early else None,
-        **results.measured(settings, ctx, spec, run.meter, run.log.work),
+        **results.measured(ctx, spec, run.meter, run.log.work, plan, optim),
     )
-    say_results(ctx, run.folder.facts, settings)
+    say_results(ctx, run.folder.facts, profile_memory)
 
 
 def restore_results(
@@ -113,8 +142,12 @@ def publish(
         TrainingError: one of them failed; the message says where the trained weights are.
     """
     exported = export_if_missing(settings, folder, target, trained)
-    if settings.output.generate:
-        folder.record(sample=generate_sample(settings, folder, trained, casting))
+    if text := settings.output.generate:
+        dataset = folder.facts.get("dataset") or {}
+        prompt = prompt_for(text, trained.spec.tokenizer, dataset, settings.training.eval_only)
+        seed = settings.training.seed
+        sample = generate(trained.objects.model, casting, trained.spec, prompt, seed, trained.ctx)
+        folder.record(sample=sample)
     if exported and settings.output.push_to_hub:
         folder.record(push=push.push(target.repository, exported, trained.ctx))
     trained.ctx.stop.ignore()  # the run is complete
@@ -134,23 +167,10 @@ def export_if_missing(
     is_exported = folder.was_complete and not settings.output.export_hf and target.folder.exists()
     if trained.ctx.broadcast_from_rank0(is_exported):
         return target.folder
-    entry = export.export_model(trained, target, settings, folder.facts)
+    merges, dtype = settings.model.merge_lora, settings.output.export_dtype
+    entry = export.export_model(trained, target, folder.facts, merges, DTYPES[dtype])
     folder.record(export=entry)
     return Path(entry["folder"])
-
-
-def generate_sample(
-    settings: Settings, folder: RunFolder, trained: export.TrainedModel, casting: torch.autocast
-) -> str:
-    """Print and return the continuation of the prompt of --generate."""
-    from support.data.chat import prompt_for
-    from support.model.generate import generate
-
-    spec = trained.spec
-    prompt = prompt_for(settings, spec.tokenizer, folder.facts.get("dataset") or {})
-    return generate(
-        trained.objects.model, casting, spec, prompt, settings.training.seed, trained.ctx
-    )
 
 
 def say_files(ctx: DistContext, folder: RunFolder) -> None:
@@ -161,10 +181,10 @@ def say_files(ctx: DistContext, folder: RunFolder) -> None:
         console.print0(f"📊 A page with its curves: {page}")
 
 
-def say_results(ctx: DistContext, facts: dict, settings: Settings) -> None:
+def say_results(ctx: DistContext, facts: dict, profile_memory: bool) -> None:
     """Print the results at the end of a run, from the content of results.json."""
     print0, used, on_gpu = console.print0, facts["memory"], ctx.device.type == "cuda"
-    if settings.debug.profile_memory or ctx.simulated:
+    if profile_memory or ctx.simulated:
         from support.report.memory_profile import lines_of
 
         print0("\n".join(lines_of(used, on_gpu)))
@@ -172,7 +192,7 @@ def say_results(ctx: DistContext, facts: dict, settings: Settings) -> None:
         print0(f"✅ Memory simulation complete: rank 0 of {ctx.world_size}. Nothing was trained.")
         return
     print0(console.RULE)
-    print0("✅ Evaluation Complete!" if settings.training.eval_only else "✅ Training Complete!")
+    print0("✅ Evaluation Complete!" if facts["steps"] == 0 else "✅ Training Complete!")
     names = {"allocated": "resident", "peak": "peak"}
     if on_gpu:
         names = {kind: kind for kind in ("allocated", "reserved", "peak")}

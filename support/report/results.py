@@ -16,6 +16,7 @@ from support.cluster import tuning
 from support.cluster.context import DistContext
 from support.errors import TrainingError, redact
 from support.memory import measure
+from support.report.run_plan import RunPlan
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
 from support.report.step_meter import StepMeter
@@ -87,34 +88,35 @@ def progress(state: TrainState) -> dict:
 
 
 def measured(
-    settings: Settings,
     ctx: DistContext,
     spec: ModelSpec,
     meter: StepMeter,
     work: list[tuple[int, int]],
+    plan: RunPlan,
+    optim: str,
 ) -> dict:
     """Return the speed of this rank, and the communication and memory of all ranks.
 
     Args:
         work: sequences and tokens of each step, over all ranks.
+        plan: the memory estimate.
+        optim: --optim.
     """
     found = dict.fromkeys(KEYS_OF_TRAINING) | meter.speed(work)
     if meter.first_step_at:
         found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
     if rate := found["tokens_per_second"]:
         found["tokens_per_second_per_gpu"] = rate / ctx.world_size
-        found["mfu"] = _share_of_peak(rate / ctx.world_size, settings, ctx, spec)
+        found["mfu"] = _share_of_peak(rate / ctx.world_size, ctx, spec)
     traffic = meter.traffic.per_step(meter.warmup_steps)
     sent = ctx.all_gather(sum(collective["sent_bytes"] for collective in traffic.values()))
     if meter.step > meter.first_step:
         found["communication_bytes_per_step"] = statistics.mean(sent)
         found["communication_per_step"] = traffic
-    return found | {"memory": _memory(settings, ctx, spec, meter)}
+    return found | {"memory": _memory(ctx, meter, plan, optim)}
 
 
-def _share_of_peak(
-    rate: float, settings: Settings, ctx: DistContext, spec: ModelSpec
-) -> float | None:
+def _share_of_peak(rate: float, ctx: DistContext, spec: ModelSpec) -> float | None:
     """Return the MFU of a rate in tokens per second per GPU; None if the peak is not known."""
     if ctx.device.type != "cuda":
         return None
@@ -124,23 +126,21 @@ def _share_of_peak(
     if peak is None:
         return None
     config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
-    shape = config.num_hidden_layers, config.hidden_size, settings.data.seq_length
+    shape = config.num_hidden_layers, config.hidden_size, spec.seq_length
     return rate * flops_per_token(*matmul, *shape) / peak
 
 
-def _memory(settings: Settings, ctx: DistContext, spec: ModelSpec, meter: StepMeter) -> dict:
-    from support.memory import fit
-
+def _memory(ctx: DistContext, meter: StepMeter, plan: RunPlan, optim: str) -> dict:
     nvme = meter.step_memory.objects.strategy.nvme_folder
     own = measure.of_this_rank(meter.memory, meter.step_memory, nvme, ctx.launch.is_node_leader)
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[settings.training.optim].state_bytes and not on_disk
+    has_states = OPTIMIZERS[optim].state_bytes and not on_disk
     if ctx.simulated and has_states and not found["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "
             "memory."
         )
-    estimate = fit.estimate_of(settings, ctx, spec)
+    estimate = plan.estimate()
     return found | {"predicted_bytes": estimate and estimate.sizes()}

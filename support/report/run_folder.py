@@ -18,6 +18,7 @@ from support.errors import UserError, redact_value
 from support.files import atomic
 from support.files.user_files import create_folder
 from support.report.results import facts_at_start
+from support.settings.output import OutputSettings
 from support.settings.settings import Settings
 from support.train_state import TrainState
 
@@ -45,7 +46,9 @@ class RunFolder:
 
         From then on results.json says why the run failed.
         """
-        path, lock = new_output_dir(settings, ctx)
+        model, strategy = Path(settings.model.model).name, settings.parallelism.strategy
+        saves_best = settings.training.load_best_at_end
+        path, lock = new_output_dir(settings.output, f"{model}-{strategy}", saves_best, ctx)
         found = read_results(path / RESULTS) if ctx.is_main else None
         keeps_found = found is not None and settings.output.resume is not None
         folder = cls(ctx, path, lock, facts_at_start(settings, ctx), found, keeps_found)
@@ -132,8 +135,14 @@ def read_results(path: Path) -> dict | None:
         return None
 
 
-def new_output_dir(settings: Settings, ctx: DistContext) -> tuple[Path, IO[bytes] | None]:
+def new_output_dir(
+    output: OutputSettings, default_name: str, saves_best: bool, ctx: DistContext
+) -> tuple[Path, IO[bytes] | None]:
     """Create the output folder, named by --output_dir or by rank 0, and lock it.
+
+    Args:
+        default_name: without --output_dir; rank 0 adds the time.
+        saves_best: whether the best evaluation saves a checkpoint.
 
     Returns:
         The folder; on rank 0 its lock file, or None on a file system without locks.
@@ -143,14 +152,9 @@ def new_output_dir(settings: Settings, ctx: DistContext) -> tuple[Path, IO[bytes
             request checkpoints.
     """
     lock, started = None, time.strftime("%Y%m%d-%H%M%S")
-    name = (
-        settings.output.output_dir
-        or f"runs/{Path(settings.model.model).name}-{settings.parallelism.strategy}-{started}"
-    )
+    name = output.output_dir or f"runs/{default_name}-{started}"
     if ctx.is_main:
-        while (
-            not settings.output.output_dir and Path(name).exists()
-        ):  # two runs started in the same second
+        while not output.output_dir and Path(name).exists():  # two runs started in one second
             name += "x"
         create_folder("--output_dir", Path(name))
         try:
@@ -159,7 +163,7 @@ def new_output_dir(settings: Settings, ctx: DistContext) -> tuple[Path, IO[bytes
             raise UserError(
                 f"--output_dir {name} is in use by another run: wait, or name another folder."
             ) from None
-        may_hold_a_run = settings.output.overwrite or settings.output.resume is not None
+        may_hold_a_run = output.overwrite or output.resume is not None
         if not may_hold_a_run and list_checkpoints(Path(name) / "checkpoints"):
             raise UserError(
                 f"--output_dir {name} holds the checkpoints of another run: --resume continues it, "
@@ -176,7 +180,7 @@ def new_output_dir(settings: Settings, ctx: DistContext) -> tuple[Path, IO[bytes
                 f"ℹ️  Rank 0 is on {host}: it prints the training, and writes to {folder}."
             )
         if blind:
-            settle_without_shared_disk(settings, f"{folder} on {host}", blind)
+            settle_without_shared_disk(output, saves_best, f"{folder} on {host}", blind)
     return folder, lock
 
 
@@ -201,21 +205,24 @@ def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:
     return sorted(blind)
 
 
-def settle_without_shared_disk(settings: Settings, place: str, blind: list[str]) -> None:
+def settle_without_shared_disk(
+    output: OutputSettings, saves_best: bool, place: str, blind: list[str]
+) -> None:
     """Refuse a run that writes checkpoints, because each rank writes its part of one.
 
     At the start, so that the run does not fail hours later at its first save. Without checkpoints
     only rank 0 writes.
 
     Args:
+        saves_best: whether the best evaluation saves a checkpoint.
         place: the output folder and its host.
         blind: the hosts that do not share it.
     """
     hosts = f"{', '.join(blind)} {'do' if len(blind) > 1 else 'does'} not share"
-    saving = "save_every", "save_epochs", "load_best_at_end"
-    flags = [f"--{flag}" for flag in saving if settings.flags()[flag]]
-    if settings.output.resume == "":
-        flags.append("--resume")
+    flags = ["--save_every"] if output.save_every else []
+    flags += ["--save_epochs"] if output.save_epochs else []
+    flags += ["--load_best_at_end"] if saves_best else []
+    flags += ["--resume"] if output.resume == "" else []
     if flags:
         raise UserError(
             f"--output_dir {place}: {hosts} this disk, and every rank writes its part of a "

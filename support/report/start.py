@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,17 +13,20 @@ from support.checkpoints.manager import CheckpointManager
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
-from support.memory.fit import keeps_large_tensors
+from support.report.run_plan import RunPlan, keeps_large_tensors
+from support.memory.measure import StepMemory
 from support.model.resolve import ModelSpec
 from support.report.metrics_file import FILE, MetricsFile
 from support.report.profiling import start_trace
 from support.report.run_folder import RunFolder
 from support.report.start_log import StartLog
 from support.report.step_log import StepLog
-from support.report.step_meter import StepMeter, create_meter
+from support.report.step_meter import StepMeter, create_meter, loss_bytes
 from support.report.trackers import Trackers
 from support.settings.settings import Settings
+from support.settings.training import TrainingSettings
 from support.strategies.objects import TrainingObjects
+from support.strategies.strategy import Strategy
 from support.train_state import TrainState
 
 
@@ -43,20 +47,25 @@ def open_folder(settings: Settings, ctx: DistContext) -> RunFolder:
     return RunFolder.open(settings, ctx)
 
 
-def check_machine(settings: Settings, ctx: DistContext) -> None:
-    """Check for what the strategy and --compile need of the machine.
+def plan_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> RunPlan:
+    """Return the memory estimate of the run, which advises a run whose memory runs out."""
+    plan = RunPlan.of(settings, ctx, spec.config.to_dict(), spec.seq_length)
+    ctx.monitor.advise_with(partial(plan.ways_to_fit, ctx))
+    return plan
+
+
+def check_machine(
+    strategy: Strategy, training: TrainingSettings, compiles: bool, device_type: str
+) -> None:
+    """Check that this machine has what the strategy and --compile need.
 
     Raises:
         MissingRequirement: it is missing.
     """
-    if not (
-        settings.training.eval_only and settings.parallelism.configured.whole_parameters
-    ):  # else as under dp
-        settings.parallelism.configured.check_requirements(
-            settings.training.gradient_accumulation_steps
-        )
-    if settings.model.compile:
-        check_compile(ctx.device.type)
+    if not (training.eval_only and strategy.whole_parameters):  # else as under dp
+        strategy.check_requirements(training.gradient_accumulation_steps)
+    if compiles:
+        check_compile(device_type)
 
 
 def open_run(
@@ -68,10 +77,14 @@ def open_run(
 ) -> Run:
     """Create the meter and the log of the steps; files of an earlier run stay as they are."""
     folder, memory, at_end = start_log.folder, start_log.memory, [*start_log.at_end]
-    meter = create_meter(settings, ctx, manager.objects, manager.spec, memory, state)
+    objects, spec = manager.objects, manager.spec
+    of_loss = loss_bytes(objects, spec, settings.training.batch_size, settings.model.compile, ctx)
+    detailed = settings.debug.profile_memory or ctx.simulated
+    step_memory = StepMemory(objects, memory.peak, detailed, of_loss)
+    meter = create_meter(ctx, memory, step_memory, state)
     trackers, trace = None, None
     if settings.output.report_to and ctx.is_main:
-        trackers = Trackers(settings, folder.path, state.step)
+        trackers = Trackers(settings.output, settings.flags(), folder.path, state.step)
     if settings.debug.profile:
         trace, stop = start_trace(settings.debug.profile, ctx)
         at_end.insert(0, stop)
@@ -86,30 +99,31 @@ def open_run(
         logging_steps=settings.output.logging_steps,
         streaming=settings.data.streaming,
     )
-    return Run(manager.objects, state, folder, manager, log, meter)
+    return Run(objects, state, folder, manager, log, meter)
 
 
-def keep_freed_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> None:
+def keep_freed_memory(plan: RunPlan, ctx: DistContext, strategy: Strategy) -> None:
     """On a CPU, let the process keep the memory of a step's tensors for the next step."""
     if ctx.device.type == "cpu":
-        tuning.keep_freed_memory(large=keeps_large_tensors(settings, ctx, spec))
+        large = keeps_large_tensors(plan, ctx, sharded=bool(strategy.sharded))
+        tuning.keep_freed_memory(large=large)
 
 
-def watch_steps(settings: Settings, ctx: DistContext, run: Run) -> None:
+def watch_steps(training: TrainingSettings, ctx: DistContext, run: Run) -> None:
     """Report steps that hang from now on; with --auto_micro_batch restart if memory runs out."""
     state = run.state
-    if not (settings.training.auto_micro_batch and settings.training.batch_size > 1):
+    if not (training.auto_micro_batch and training.batch_size > 1):
         ctx.monitor.training_starts(state)
         return
 
     def smaller_batch_may_help() -> bool:
         """Whether a new start with smaller micro-batches may help after memory ran out."""
-        own_batch = settings.training.eval_batch_size and run.meter.memory.doing == "evaluation"
+        own_batch = training.eval_batch_size and run.meter.memory.doing == "evaluation"
         # Adam's states exist from the first update on, so the second step may need the most memory.
         early = state.step < state.first_step + 2
         return early and not run.manager.seconds and not own_batch
 
-    values = restart.restart_values(settings, run.folder.path)
+    values = restart.restart_values(training, run.folder.path)
     ctx.monitor.training_starts(state, restart.Restart(values, smaller_batch_may_help))
     # A rank may run out of memory while another still starts a tracker or removes files.
     dist.barrier()

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from support import console
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
-from support.memory import fit
 from support.memory.measure import MemoryByPhase
 from support.model.resolve import ModelSpec
 from support.report.profiling import record_memory
 from support.report.run_folder import RunFolder
 from support.settings.settings import Settings
+from support.settings.training import TrainingSettings
 from support.units import human_count
 
 
@@ -29,6 +28,7 @@ class StartLog:
     folder: RunFolder
     memory: MemoryByPhase  # after each phase of the run
     at_end: list[Callable[[], object]]  # write the files of other tools at the end of the run
+    exports_adapters: bool  # adapters, if any, are exported without the frozen weights
 
     @classmethod
     def open(cls, settings: Settings, ctx: DistContext, folder: RunFolder) -> StartLog:
@@ -37,22 +37,24 @@ class StartLog:
         at_end: list[Callable[[], object]] = []
         ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
         ctx.monitor.explain_memory_with(memory.describe)
-        if settings.debug.memory_snapshot:
-            at_end.append(record_memory(settings.debug.memory_snapshot, ctx))
-        return cls(ctx, folder, memory, at_end)
+        if file := settings.debug.memory_snapshot:
+            at_end.append(record_memory(file, ctx))
+        exports_adapters = not (settings.model.merge_lora or settings.output.no_export)
+        return cls(ctx, folder, memory, at_end, exports_adapters)
 
-    def model_found(self, settings: Settings, spec: ModelSpec) -> None:
-        """Print what is trained, and prepare the advice for a run whose memory runs out."""
-        self.ctx.monitor.advise_with(partial(fit.ways_to_fit, settings, self.ctx, spec))
-        verb = "Evaluating" if settings.training.eval_only else "Fine-tuning"
+    def model_found(
+        self, name: str, spec: ModelSpec, strategy: str, training: TrainingSettings
+    ) -> None:
+        """Print what is trained, and how."""
+        verb = "Evaluating" if training.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
         base = spec.parameters - (spec.trainable if spec.lora else 0)
         console.print0(
             f"{console.RULE}\n"
-            f"🚀 {verb} {settings.model.model} ({human_count(base)} parameters)\n"
-            f"📋 Strategy: {settings.parallelism.strategy.upper()}"
+            f"🚀 {verb} {name} ({human_count(base)} parameters)\n"
+            f"📋 Strategy: {strategy.upper()}"
         )
-        say_settings(settings, self.ctx)
+        say_settings(training, self.ctx)
         console.print0(console.RULE)
 
     def dataset_ready(self, datasets: Datasets, eval_only: bool, streaming: bool) -> None:
@@ -65,23 +67,15 @@ class StartLog:
         ready = count if datasets.train.num_sequences else "validation data only"
         console.print0(f"✅ Dataset ready: {ready}")
 
-    def model_loaded(self, settings: Settings, spec: ModelSpec) -> None:
+    def model_loaded(self, spec: ModelSpec) -> None:
         """Print and record the size of the model."""
         self.memory.note("model_loaded")
-        if settings.output.generate:  # fails on an unusable prompt before the training
-            from support.data.chat import prompt_for
-
-            prompt_for(settings, spec.tokenizer, self.folder.facts["dataset"])
         whole = spec.parameters
         console.print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
-            say_adapters(
-                spec, exports_adapters=not (settings.model.merge_lora or settings.output.no_export)
-            )
+            say_adapters(spec, self.exports_adapters)
         self.folder.record(
-            parameters=whole,
-            trainable_parameters=spec.trainable,
-            seq_length=settings.data.seq_length,
+            parameters=whole, trainable_parameters=spec.trainable, seq_length=spec.seq_length
         )
 
 
@@ -106,28 +100,26 @@ def say_adapters(spec: ModelSpec, exports_adapters: bool) -> None:
         )
 
 
-def say_settings(settings: Settings, ctx: DistContext) -> None:
+def say_settings(training: TrainingSettings, ctx: DistContext) -> None:
     """Print where the run trains, and the settings that decide how long it takes."""
     on_gpu, assigned = ctx.device.type == "cuda", os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if not on_gpu and settings.training.device == "auto" and assigned not in ("", "0"):
+    if not on_gpu and training.device == "auto" and assigned not in ("", "0"):
         console.warn(f"Slurm assigned GPUs to this node ({assigned}), and none is visible here.")
     details = f"threads: {torch.get_num_threads()}"
     if on_gpu:
         details = torch.cuda.get_device_name(ctx.device)
-    parts = [f"Batch size: {settings.training.batch_size}"]
-    if not settings.training.eval_only:
+    parts = [f"Batch size: {training.batch_size}"]
+    if not training.eval_only:
         until = (
-            [f"Epochs: {settings.training.epochs or 1}"]
-            if settings.training.epochs or not settings.training.max_steps
-            else []
+            [f"Epochs: {training.epochs or 1}"] if training.epochs or not training.max_steps else []
         )
-        until += [f"Steps: {settings.training.max_steps}"] if settings.training.max_steps else []
-        parts = [*until, *parts, f"LR: {settings.training.lr:g}"]
+        until += [f"Steps: {training.max_steps}"] if training.max_steps else []
+        parts = [*until, *parts, f"LR: {training.lr:g}"]
     if (
-        whole := settings.training.global_batch(ctx.world_size)
-    ) > settings.training.batch_size and not settings.training.eval_only:
-        factors = f"{settings.training.batch_size} × {ctx.world_size} ranks"
-        factors += f" × {settings.training.gradient_accumulation_steps} micro-batches"
+        whole := training.global_batch(ctx.world_size)
+    ) > training.batch_size and not training.eval_only:
+        factors = f"{training.batch_size} × {ctx.world_size} ranks"
+        factors += f" × {training.gradient_accumulation_steps} micro-batches"
         parts.append(f"Global batch: {factors} = {whole}")
     console.print0(
         f"Device: {ctx.device} ({details}), Precision: {ctx.precision}\n{', '.join(parts)}"

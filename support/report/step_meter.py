@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,35 +15,31 @@ from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
 from support.model.resolve import ModelSpec
-from support.settings.settings import Settings
 from support.strategies.objects import TrainingObjects
 from support.train_state import TrainState
 from support.units import PHASES, fits_in_graph
 
 
-def create_meter(
-    settings: Settings,
-    ctx: DistContext,
-    objects: TrainingObjects,
-    spec: ModelSpec,
-    memory: MemoryByPhase,
-    state: TrainState,
-) -> StepMeter:
-    """Return the meter of this rank's steps, which measures the memory of the last one."""
-    tokens, vocabulary = (
-        settings.training.batch_size * settings.data.seq_length,
-        spec.text_config.vocab_size,
-    )
+def loss_bytes(
+    objects: TrainingObjects, spec: ModelSpec, batch_size: int, compiled: bool, ctx: DistContext
+) -> Callable[[], int]:
+    """Return a function that returns the bytes which the loss keeps until its backward pass."""
+    tokens, vocabulary = batch_size * spec.seq_length, spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
         if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32
             return 4 * tokens * vocabulary
-        if settings.model.compile and fits_in_graph(tokens, vocabulary, ctx.device.type):
+        if compiled and fits_in_graph(tokens, vocabulary, ctx.device.type):
             return ctx.dtype.itemsize * tokens * vocabulary  # the logits
         return objects.module.get_output_embeddings().kept_bytes
 
-    detailed = settings.debug.profile_memory or ctx.simulated
-    step_memory = StepMemory(objects, memory.peak, detailed, kept_by_loss)
+    return kept_by_loss
+
+
+def create_meter(
+    ctx: DistContext, memory: MemoryByPhase, step_memory: StepMemory, state: TrainState
+) -> StepMeter:
+    """Return the meter of this rank's steps, which measures the memory of the last one."""
     ctx.monitor.explain_memory_with(step_memory.describe)
     measured = state.total_steps
     if state.patience:  # early stopping may end the run at any step, so an early one is measured

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from support import console
 from support.errors import UserError, explain, first_line, redact_value
 from support.files.atomic import DISK_ERRORS, write_text
-from support.settings.settings import Settings
+from support.settings.output import OutputSettings
+from support.strategies.strategy import FlagValues
 
 DEFAULT_PROJECT = "distributed-training"  # on wandb
 # Name of a curve -> key of a record.
@@ -47,7 +48,7 @@ def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
     return Tracker(log, writer.close)
 
 
-def wandb(folder: Path, step: int, arguments: dict, settings: Settings) -> Tracker:
+def wandb(folder: Path, step: int, arguments: dict, output: OutputSettings) -> Tracker:
     """Start a run on wandb.ai, or under <output_dir>/wandb with WANDB_MODE=offline.
 
     A resumed run continues the one whose id is in wandb-run.txt in the output folder.
@@ -64,9 +65,9 @@ def wandb(folder: Path, step: int, arguments: dict, settings: Settings) -> Track
     try:
         run = wandb.init(
             id=identifier,
-            project=settings.output.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
-            name=settings.output.run_name,
-            tags=settings.output.tags or None,
+            project=output.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            name=output.run_name,
+            tags=output.tags or None,
             resume="allow",
             dir=str(folder),
             config=arguments,
@@ -88,21 +89,18 @@ class Trackers:
     One that fails, for example on a full disk, is dropped with a notice, and training continues.
     """
 
-    def __init__(self, settings: Settings, folder: Path, step: int):
-        values = {
-            **settings.flags(),
-            "dataset": settings.data.dataset_name,
-            "tags": ", ".join(settings.output.tags),
-        }
+    def __init__(self, output: OutputSettings, flags: FlagValues, folder: Path, step: int):
+        datasets = " ".join(map(str, flags["dataset"]))
+        values = {**flags, "dataset": datasets, "tags": ", ".join(output.tags)}
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
         arguments = redact_value(shown)
         self.started: dict[str, Tracker] = {}
-        events = Path(settings.output.logging_dir or folder / "tensorboard")
+        events = Path(output.logging_dir or folder / "tensorboard")
         starts: dict[str, Callable[[], Tracker]] = {
             "tensorboard": lambda: tensorboard(events, step, arguments),
-            "wandb": lambda: wandb(folder, step, arguments, settings),
+            "wandb": lambda: wandb(folder, step, arguments, output),
         }
-        for name in (name for name in starts if name in settings.output.report_to):
+        for name in (name for name in starts if name in output.report_to):
             try:
                 self.started[name] = starts[name]()
             except OSError as error:

@@ -1,0 +1,102 @@
+"""The memory estimate of a run in progress: for advice, for results.json, for --check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from support.cluster.context import DistContext
+from support.errors import UserError
+from support.files.json_types import JsonObject
+from support.memory.estimate import MemoryEstimate, predict
+from support.memory.fit import Limits, check_is_planned, describe_remedies
+from support.memory.system import memory_limit
+from support.settings.settings import Settings
+from support.workload.architectures import Architecture, read_architecture
+from support.workload.workload import Workload, adapters
+
+
+def planned_work(
+    settings: Settings, ctx: DistContext, model: Architecture, seq_length: int
+) -> Workload:
+    """Describe a run for the memory estimate.
+
+    Raises:
+        UserError: the estimate does not support the run (see `check_is_planned`).
+    """
+    chosen, training = settings.model, settings.training
+    check_is_planned(settings.parallelism.configured, training.eval_only)
+    return Workload(
+        model,
+        ctx.world_size,
+        training.batch_size,
+        seq_length,
+        ctx.precision,
+        chosen.gradient_checkpointing,
+        training.gradient_accumulation_steps,
+        device=ctx.device.type,
+        rank=0 if ctx.simulated else None,
+        lora=adapters(model, chosen.lora_r, chosen.lora_targets),
+        fused_gelu=chosen.fused_gelu,
+        attention_mask=settings.data.isolates_documents,
+        optimizer=training.optim,
+        compiled=chosen.compile,
+        load_in_4bit=chosen.load_in_4bit,
+        capability=ctx.capability,
+    )
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The memory estimate of a run in progress."""
+
+    strategy: str
+    work: Workload | UserError  # an error says why the estimate does not support the run
+
+    @classmethod
+    def of(cls, settings: Settings, ctx: DistContext, config: JsonObject, seq_length: int) -> RunPlan:
+        """Plan a run.
+
+        Args:
+            config: the content of the model's config.json.
+        """
+        name = settings.parallelism.strategy
+        try:
+            model = read_architecture(config, settings.model.model)
+            return cls(name, planned_work(settings, ctx, model, seq_length))
+        except UserError as error:
+            return cls(name, error)
+
+    def estimate(self) -> MemoryEstimate | None:
+        """Return the memory of one rank, or None if the estimate does not support the run."""
+        return None if isinstance(self.work, UserError) else predict(self.work, self.strategy)
+
+    def ways_to_fit(self, ctx: DistContext) -> list[str]:
+        """Return lines of advice with estimated memory, for a run that ran out of memory.
+
+        Raises:
+            UserError: the estimate does not support the architecture or the configuration.
+        """
+        if isinstance(self.work, UserError):
+            raise self.work
+        return describe_remedies(self.work, self.strategy, memory_limits(ctx))
+
+
+def memory_limits(ctx: DistContext) -> Limits:
+    """Return the memory limits of this rank's device and of its node, in bytes."""
+    ranks = ctx.ranks_per_node
+    if ctx.device.type == "cuda":
+        return Limits(memory_limit(ctx.device), memory_limit(torch.device("cpu")), None, ranks)
+    return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
+
+
+def keeps_large_tensors(plan: RunPlan, ctx: DistContext, sharded: bool) -> bool:
+    """Return whether a run on a CPU keeps the memory of large tensors that it frees.
+
+    It does if nothing is sharded and it needs less than half of the memory by the estimate.
+    Strategies that shard use tensors of many sizes: keeping large ones takes 27 to 38 % more
+    memory, for steps from 6 % shorter to 20 % longer (benchmarks/RESULTS.md).
+    """
+    estimate = None if sharded else plan.estimate()
+    return estimate is not None and memory_limits(ctx).hold(estimate, 0.5)
