@@ -60,8 +60,8 @@ from support.cluster.context import DistContext
 from support.cluster.failures import FailureMonitor
 from support.data import batches, opening
 from support.model import resolve
+from support.model.resolve import ModelSpec
 from support.report import finish, start
-from support.report.start_log import StartLog
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
 from support.strategies import gradients, table
@@ -137,10 +137,9 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     strategy = settings.parallelism.configured  # the row of --strategy, with its options
     folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
     start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
-    target = finish.find_target(
-        output, settings.model.merge_lora, ctx, folder
-    )  # where the trained model goes
-    log = StartLog.open(settings, ctx, folder)  # prints and records how the run gets ready
+    # Where the trained model goes: a folder, with --push_to_hub also a repository.
+    target = finish.find_target(output, settings.model.merge_lora, ctx, folder)
+    log = start.StartLog.open(settings, ctx, folder)  # prints and records how the run gets ready
     checkpoint = CheckpointManager.find(settings, ctx, folder.path)  # None without --resume
     spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
@@ -183,9 +182,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     return objects.model
 
 
-def prepare_dataset(
-    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
-) -> opening.Datasets:
+def prepare_dataset(settings: Settings, ctx: DistContext, spec: ModelSpec) -> opening.Datasets:
     """Tokenize the text, and cut it into sequences of --seq_length tokens.
 
     One rank of each node tokenizes, unless the tokens are in the cache; all ranks memory-map the
@@ -205,7 +202,7 @@ def prepare_dataset(
 
 
 def build(
-    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
+    settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
 ) -> TrainingObjects:
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
     strategy = settings.parallelism.configured  # the row of --strategy, with its options
@@ -253,7 +250,7 @@ def train_and_evaluate(
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        step_batches = rest_of_epoch(datasets.train, state.epoch, state.position, training, ctx)
+        step_batches = rest_of_epoch(datasets.train, run, training, ctx)
         train_epoch(run, step_batches, training, ctx)
         due = state.evaluation_is_due
 
@@ -383,11 +380,7 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def rest_of_epoch(
-    train_data: opening.TrainData,
-    epoch: int,
-    position: int,
-    training: TrainingSettings,
-    ctx: DistContext,
+    train_data: opening.TrainData, run: start.Run, training: TrainingSettings, ctx: DistContext
 ) -> Iterable[batches.StepBatch]:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
@@ -395,7 +388,7 @@ def rest_of_epoch(
     """
     if not isinstance(train_data, opening.Sequences):  # --streaming: in the order of the stream
         return train_data.step_batches(ctx.device)
-    order = train_data.epoch_order(training.seed, epoch)[position:]
+    order = train_data.epoch_order(training.seed, run.state.epoch)[run.state.position :]
     accumulation = training.gradient_accumulation_steps
     shares = split_over_ranks(train_data, order, training.batch_size, accumulation, ctx)
     return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
@@ -537,11 +530,7 @@ def evaluate(
 
 # ============================================ strategies: load, shard or wrap, create the optimizer
 def build_ddp(
-    strategy: table.DDP,
-    settings: Settings,
-    ctx: DistContext,
-    spec: resolve.ModelSpec,
-    log: StartLog,
+    strategy: table.DDP, settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
 ) -> TrainingObjects:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model = spec.load(ctx)
@@ -566,11 +555,7 @@ def build_ddp(
 
 
 def build_fsdp(
-    strategy: table.FSDP,
-    settings: Settings,
-    ctx: DistContext,
-    spec: resolve.ModelSpec,
-    log: StartLog,
+    strategy: table.FSDP, settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
 ) -> TrainingObjects:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
@@ -615,8 +600,8 @@ def build_deepspeed(
     strategy: table.DeepSpeed,
     settings: Settings,
     ctx: DistContext,
-    spec: resolve.ModelSpec,
-    log: StartLog,
+    spec: ModelSpec,
+    log: start.StartLog,
 ) -> TrainingObjects:
     """Create the DeepSpeed engine, which owns the optimizer and shards its states.
 
@@ -654,7 +639,7 @@ def build_deepspeed(
 
 
 def prepare_deepspeed(
-    strategy: table.DeepSpeed, settings: Settings, ctx: DistContext, spec: resolve.ModelSpec
+    strategy: table.DeepSpeed, settings: Settings, ctx: DistContext, spec: ModelSpec
 ) -> table.DeepSpeed:
     """Create the NVMe folder, compile DeepSpeed's ops, fill in each "auto" of the configuration."""
     import deepspeed
@@ -677,7 +662,7 @@ def prepare_deepspeed(
 
 
 def partition_with_zero3(
-    strategy: table.DeepSpeed, ctx: DistContext, spec: resolve.ModelSpec, verbose: bool
+    strategy: table.DeepSpeed, ctx: DistContext, spec: ModelSpec, verbose: bool
 ) -> nn.Module:
     """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
@@ -697,7 +682,7 @@ def partition_with_zero3(
 
 
 def load_for_evaluation(
-    settings: Settings, ctx: DistContext, spec: resolve.ModelSpec, log: StartLog
+    settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
 ) -> TrainingObjects:
     """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
     model = spec.load(ctx)
