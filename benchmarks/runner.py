@@ -97,7 +97,7 @@ class Running:
     process: subprocess.Popen
     log: TextIO
     started: float  # time.monotonic()
-    ends_at: float  # time.monotonic() of its time limit
+    ends_at: float  # time.monotonic() of its time limit, or of the part's if that is earlier
     signalled: bool = False  # whether SIGTERM of `stop_after` was sent
 
     def send_stop_signal(self) -> None:
@@ -229,20 +229,32 @@ class Runner:
             self.running.clear()
 
     def collect(self) -> int:
-        """Note the runs that have ended, or that reached their time limit; return their number."""
-        before = len(self.done)
+        """Note the runs that have ended, or that reached a time limit; return their number.
+
+        A run that the end of the part stops says nothing of the check: it counts as not run.
+        """
+        noted = 0
         for name, running in list(self.running.items()):
             running.send_stop_signal()
             code = running.process.poll()
             in_time = time.monotonic() < running.ends_at
+            seconds = time.monotonic() - running.started
             if code is None and in_time:
                 continue
             if code is None:
                 end_families([running.process])
             running.log.close()
             del self.running[name]
-            self.done[name] = self.result_of(running, code)
-        return len(self.done) - before
+            noted += 1
+            if code is None and running.ends_at == self.ends_at:
+                self.not_run[name] = f"{self.no_time()}: it was stopped after {seconds:.0f} s"
+            else:
+                self.done[name] = self.result_of(running, code)
+        return noted
+
+    def no_time(self) -> str:
+        """Return why checks do not run, or not to their end, once the part's time has passed."""
+        return f"no time was left of the {self.seconds:.0f} s"
 
     def result_of(self, running: Running, code: int | None) -> Done:
         """Return what is left of a run that has ended."""
@@ -283,7 +295,7 @@ class Runner:
             if name in self.not_run or (name in self.done and self.done[name].problem):
                 return f"needs {name}"
         if self.ends_at - time.monotonic() < min(SHORTEST_SECONDS, self.run_seconds):
-            return f"no time was left of the {self.seconds:.0f} s"
+            return self.no_time()
         return ""
 
     def is_waiting_for_others(self, check: Check) -> bool:

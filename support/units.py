@@ -37,7 +37,7 @@ IGNORED = -100  # label of tokens without a loss: the default ignore_index of cr
 LOGITS_CHUNK = {"cpu": 2**24, "cuda": 2**26}
 MOST_CHUNKS = {"cuda": 8}  # a large batch leaves room for larger chunks: its activations need more
 # Up to this number, a compiled output layer computes all logits at once. On a GPU it is what
-# Inductor's kernels index in 32 bits, 4 GiB in 16 bits; not measured there.
+# Inductor's kernels index in 32 bits, 4 GiB in 16 bits; 1.65e9 were run on an H200.
 COMPILED_LOGITS = {"cpu": 2**29, "cuda": 2**31 - 1}
 NORM_CHUNK = 2**16  # elements of a gradient whose squares are summed in fp32 for the norm
 # Compute capability of the first GPUs of a generation.

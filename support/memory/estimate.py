@@ -19,7 +19,8 @@ from support.workload import activations
 from support.workload.activations import BACKWARD, LOSS, STEP, Term
 from support.workload.workload import Workload
 
-# Allowances, not measured: for the CUDA context, cuBLAS and NCCL, and for fragmentation.
+# Allowances for the CUDA context, cuBLAS and NCCL, and for fragmentation. docs/PLAN.md compares
+# them with what an H200 had in use.
 CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
 # On a CPU: resident memory of Python and the libraries, and the ratio of glibc's heap, which keeps
 # freed memory, to the live tensors. Measured with torch 2.13, see docs/PLAN.md.

@@ -39,7 +39,7 @@ class Tolerance(NamedTuple):
     steps: int  # of which each difference is the median
 
 
-# By precision. docs/COMPARISON.md lists the measurements; TF32 and fp16 were not measured.
+# By precision. docs/COMPARISON.md lists the measurements.
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-3, 1),
     # fp32 matrices on a GPU: 10 bits of each factor's mantissa

@@ -143,11 +143,15 @@ def loss_terms(work: Workload) -> list[Term]:
     of_weight = 0 if work.lora else weight * (4 if c == 4 else 4 + c)
     copies = c * (weight + inputs) if work.casts_weights else 0
     if work.loss_in_graph:
-        logits = c * work.tokens * m.vocabulary
+        logits, head = c * work.tokens * m.vocabulary, gradients_of_head(work)
+        # On a CPU the logits' gradient replaces them. On a GPU it is a second tensor, next to the
+        # 16-bit gradient of the input (measured, docs/PLAN.md); the head's gradients come later.
+        second = logits + c * inputs if work.device == "cuda" else 0
         return [
-            Term("loss: logits", logits, (LOSS, BACKWARD)),  # their gradient replaces them
+            Term("loss: logits", logits, (LOSS, BACKWARD)),
             Term("loss: 16-bit copies", copies, (LOSS, BACKWARD)),
-            Term("gradients of the head", gradients_of_head(work), (BACKWARD,)),
+            Term("gradients of the head", head, (BACKWARD,)),
+            Term("loss: logits' gradient less the head's", max(0, second - head), (BACKWARD,)),
         ]
     return [
         Term("loss: a chunk of logits", chunk, (LOSS,)),

@@ -16,6 +16,7 @@ import pytest
 from conftest import FAULT, PROJECT, slow
 
 from benchmarks import gpu_check, gpu_report, gpu_tables
+from benchmarks import runner as runner_module
 from benchmarks.gpu_report import FAILED, NOT_RUN, PASSED, Machine, Report
 from benchmarks.runner import Check, Done, NotPossible, Runner
 
@@ -103,6 +104,25 @@ def test_time_limits(tmp_path):
     assert not Path(f"/proc/{child.read_text().strip()}").exists()
     _, found = run([shell("late")], tmp_path, seconds=1, run_seconds=30)
     assert found["late"] == (NOT_RUN, "no time was left of the 1 s")
+
+
+def test_run_that_the_end_of_the_part_stops_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "SHORTEST_SECONDS", 0.5)
+    child = tmp_path / "child"
+    endless = f"sleep 100 & echo $! > {child}; wait"
+    checks = [shell("fast"), shell("endless", endless), shell("ops", "sleep 99", background=True)]
+    checks += [shell("resumed", needs=("endless",))]
+    report = Report(tmp_path / "r.md", "bash …", NO_GPU, {}, lambda _: {})
+    runner, found = run(checks, tmp_path, seconds=2, run_seconds=30)
+    report.parts = {"part": runner}
+    report.write()
+    assert found["fast"][0] == PASSED
+    for name in ("endless", "ops"):
+        assert found[name][0] == NOT_RUN
+        assert "no time was left of the 2 s: it was stopped after" in found[name][1]
+    assert found["resumed"][0] == NOT_RUN
+    assert not Path(f"/proc/{child.read_text().strip()}").exists()
+    assert FAILED not in {verdict for _, verdict, _ in report.all_rows()}  # for the exit code
 
 
 def logging(folder, losses, end="completed"):

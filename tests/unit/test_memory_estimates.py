@@ -92,6 +92,13 @@ def test_compiled_logits_are_computed_at_once_below_2_31_on_a_gpu():
     assert not replace(work, batch_size=42).loss_in_graph
 
 
+@pytest.mark.parametrize("batch_size, measured", [(32, 18_897_529_856), (4, 3_944_737_792)])
+def test_compiled_peak_is_that_of_an_h200(batch_size, measured):
+    """Measured with benchmarks/gpu_check.sh, see benchmarks/RESULTS.md."""
+    work = Workload(find_architecture("gpt2"), 1, batch_size, 1024, compiled=True)
+    assert predict(work, "dp").peak == pytest.approx(measured, rel=0.04)
+
+
 def test_states_of_the_optimizers():
     """GPT-2's matrices have these rows and columns; its vectors have 121,344 elements."""
     rows_and_columns = 12 * (4 * 768 + 2 * 768 + 2 * 5 * 768) + (50257 + 768) + (1024 + 768)
