@@ -89,13 +89,13 @@ def open_run(
         trace, stop = start_trace(settings.debug.profile, ctx)
         at_end.insert(0, stop)
     log = StepLog(
-        ctx,
-        state,
-        meter,
-        MetricsFile(folder.path / FILE),
-        trackers,
-        trace,
-        at_end,
+        ctx=ctx,
+        state=state,
+        meter=meter,
+        file=MetricsFile(folder.path / FILE),
+        trackers=trackers,
+        trace=trace,
+        at_end=at_end,
         logging_steps=settings.output.logging_steps,
         streaming=settings.data.streaming,
     )
