@@ -107,21 +107,25 @@ def setup_distributed(
         "fake" if settings.debug.simulate_gpus else "nccl" if device.type == "cuda" else "gloo"
     )
     # Key-value stores that all ranks share: for our own messages, and for the process group.
-    store, group_store = process_group.meet_ranks(settings, launch, device, backend)
+    timeout = settings.cluster.ddp_timeout  # seconds
+    store, group_store = process_group.meet_ranks(timeout, launch, device, backend)
     ctx = DistContext(launch, device, backend, monitor, store)
     process_group.watch_ranks(
         ctx, settings.cluster.hang_seconds
     )  # from here on a failure ends all ranks
-    options = process_group.group_options(settings, ctx)  # backend=, and what the strategy needs
+    strategy = settings.parallelism.configured
+    options = process_group.group_options(strategy, ctx)  # backend=, and what the strategy needs
     dist.init_process_group(
         store=group_store,
         rank=ctx.rank,
         world_size=ctx.world_size,
-        timeout=timedelta(seconds=settings.cluster.ddp_timeout),
+        timeout=timedelta(seconds=timeout),
         **options,
     )
     process_group.compare_software(ctx)
-    process_group.configure_torch(settings, ctx)  # TF32, --deterministic, --compile
+    process_group.configure_torch(
+        ctx, strategy, settings.training.deterministic, settings.model.compile
+    )
     return ctx
 
 

@@ -196,7 +196,7 @@ def find_model(settings: Settings, ctx: DistContext) -> ModelSpec:
     """
     _be_quiet(settings)
     console.print0("📥 Loading model and tokenizer...")
-    if not settings.hub.offline and names_on_hub(settings)[0]:
+    if not settings.hub.offline and names_on_hub(settings.model.model, settings.data.dataset)[0]:
         console.print0(f"⏳ Downloading {settings.model.model}, unless it is in the cache")
     # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
     shared = ctx.real_world_size > 1 or not settings.parallelism.configured.whole_parameters
@@ -313,7 +313,7 @@ def _locate(settings: Settings) -> tuple[transformers.PretrainedConfig, str, str
         return _gpt2_config(settings.model.model, 0.0, 0), embedded_tokenizer(settings), None, []
     from support.model.download import download
 
-    if is_local_model(settings.model.model) or not scratch_without_hub(settings):
+    if is_local_model(settings.model.model) or not scratch_without_hub(settings.model):
         folder = (
             settings.model.model if is_local_model(settings.model.model) else download(settings)
         )

@@ -202,7 +202,7 @@ class Run:
         # Adam's states exist from the first update on, so the second step may need the most memory.
         restart = None
         if settings.training.auto_micro_batch and settings.training.batch_size > 1:
-            values = restart_values(settings, self.folder)
+            values = restart_values(settings.training, self.folder)
             restart = Restart(values, self._smaller_batch_may_help)
         ctx.monitor.training_starts(state, restart)
         if restart:
