@@ -152,7 +152,8 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     objects = build(settings, ctx, spec, run)
     run.memory.note("wrapped")
 
-    manager = CheckpointManager(settings, ctx, run.folder / "checkpoints", objects, spec, datasets)
+    checkpoints = run.folder / "checkpoints"
+    manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
     state = batches.train_state(counters, datasets.train, settings, ctx.world_size)

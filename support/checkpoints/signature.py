@@ -9,10 +9,14 @@ import hashlib
 import json
 import os
 
+from torch import nn
+
 from support.cluster.context import DistContext
 from support.data.chat import rendering_of
 from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
+from support.files.json_types import JsonObject
+from support.model.resolve import ModelSpec
 from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
 
@@ -23,9 +27,9 @@ INFORMATIONAL_FLAGS = """
     """.split()
 
 
-def flags_signature(settings: Settings, world_size: int) -> dict:
+def flags_signature(settings: Settings, world_size: int) -> JsonObject:
     """Return the part of the run signature that is known before model and data are read."""
-    should_match = {
+    should_match: dict[str, object] = {
         "seed": settings.training.seed,
         "validation_split": settings.data.held_out_share,
         "shuffle_buffer": settings.data.shuffle_buffer if settings.data.streaming else None,
@@ -38,7 +42,9 @@ def flags_signature(settings: Settings, world_size: int) -> dict:
     return {"hard": {}, "soft": should_match}
 
 
-def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, module) -> dict:
+def run_signature(
+    settings: Settings, ctx: DistContext, spec: ModelSpec, dataset: JsonObject, module: nn.Module
+) -> JsonObject:
     """Return the run signature.
 
     Args:
@@ -86,6 +92,6 @@ def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, mod
     return {"hard": must_match, "soft": should_match, "told": informational}
 
 
-def digest_of(value) -> str:
+def digest_of(value: object) -> str:
     """Return the SHA-256 hex digest of a JSON value, which may contain tuples."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
