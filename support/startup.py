@@ -70,7 +70,8 @@ def start(argv: list[str]) -> tuple[Settings, Launch]:
         line = read_command_line(argv)
         settings = line.settings
         if process.RESTARTED in os.environ:
-            settings = restart.continue_restarted(settings)
+            changed = restart.restarted_with(settings.parallelism.configured)
+            settings = settings.replace(**changed)
         quiet = settings.output.quiet
         console.configure(launch.rank, quiet, verbose)
         if settings.run_file.print_config:

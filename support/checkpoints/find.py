@@ -53,25 +53,28 @@ def _differences(saved: JsonObject, current: JsonObject) -> list[str]:
 
 
 def find_checkpoint(settings: Settings, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume from: the newest complete and undamaged one, on all ranks.
+    """Find the checkpoint of --resume: the newest complete and undamaged one, on all ranks.
 
     Only the flags are compared with it here; model and data in `CheckpointManager.resume`.
 
     Args:
         folder: the run's output folder.
     Returns:
-        The checkpoint; None if --resume names no path and `folder` has none.
+        The checkpoint; None without --resume, or if it names no path and `folder` has none.
     Raises:
         UserError: no checkpoint is complete and undamaged, or it is of a run with other flags.
     """
-    found = _newest(settings.output.resume or "", folder / "checkpoints", ctx)
+    wanted = settings.output.resume
+    if wanted is None:
+        return None
+    found = _newest(wanted, folder / "checkpoints", ctx)
     if found is None:
         console.warn(
             f"--resume: {folder} has no checkpoint yet: this run starts from the beginning."
         )
         return None
     path, manifest = found
-    current = flags_signature(settings, ctx.world_size)
+    current = flags_signature(settings.data, settings.training, ctx.world_size)
     refuse_other_run(manifest["identity"], current, settings.output.resume_force)
     saved_by, family = manifest["optimizer"], OPTIMIZERS[settings.training.optim].family
     if saved_by not in ("", family):

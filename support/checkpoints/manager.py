@@ -114,12 +114,7 @@ class CheckpointManager:
         """Whether this run saves checkpoints."""
         return self.ctx.shares_output and self._state is not None and not self.output.no_save
 
-    @staticmethod
-    def find(settings: Settings, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
-        """Find the checkpoint of --resume (see find.find_checkpoint); None without that flag."""
-        if settings.output.resume is None:
-            return None
-        return find_checkpoint(settings, ctx, folder)
+    find = staticmethod(find_checkpoint)  # before the manager is created
 
     def resume(self, found: FoundCheckpoint | None) -> JsonObject:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.

@@ -17,7 +17,9 @@ from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
 from support.files.json_types import JsonObject
 from support.model.resolve import ModelSpec
+from support.settings.data import DataSettings
 from support.settings.settings import Settings
+from support.settings.training import TrainingSettings
 from support.strategies.wrapped import full_shape
 
 INFORMATIONAL_FLAGS = """
@@ -27,18 +29,18 @@ INFORMATIONAL_FLAGS = """
     """.split()
 
 
-def flags_signature(settings: Settings, world_size: int) -> JsonObject:
+def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
     """Return the part of the run signature that is known before model and data are read."""
     should_match: dict[str, object] = {
-        "seed": settings.training.seed,
-        "validation_split": settings.data.held_out_share,
-        "shuffle_buffer": settings.data.shuffle_buffer if settings.data.streaming else None,
-        "global batch": settings.training.global_batch(world_size),
-        "isolate_documents": settings.data.isolates_documents,
-        "packing": settings.data.packing,
+        "seed": training.seed,
+        "validation_split": data.held_out_share,
+        "shuffle_buffer": data.shuffle_buffer if data.streaming else None,
+        "global batch": training.global_batch(world_size),
+        "isolate_documents": data.isolates_documents,
+        "packing": data.packing,
     }
-    if settings.data.seq_length is not None:  # the default depends on the model
-        should_match["seq_length"] = settings.data.seq_length
+    if data.seq_length is not None:  # the default depends on the model
+        should_match["seq_length"] = data.seq_length
     return {"hard": {}, "soft": should_match}
 
 
@@ -51,6 +53,7 @@ def run_signature(
         dataset: the dataset's entry in results.json.
         module: the model without its wrapper.
     """
+    data, training = settings.data, settings.training
     shapes = {name: full_shape(p) for name, p in module.named_parameters()}
     must_match = {
         "parameters": spec.parameters,
@@ -60,15 +63,15 @@ def run_signature(
     if spec.lora:
         must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
         # The frozen weights are not part of a checkpoint.
-        frozen = f"random, from seed {settings.training.seed}" if spec.random else "as they came"
+        frozen = f"random, from seed {training.seed}" if spec.random else "as they came"
         must_match["frozen weights"] = frozen + (", in 4 bits" if spec.load_in_4bit else "")
     # Whether a stream contains conversations or documents is not known in advance.
     may_be_chat, may_be_text = (
-        settings.data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
+        data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
     )
     validation = dataset.get("validation") or {}
     revision = f"@{settings.model.model_revision}" if settings.model.model_revision else ""
-    should_match = flags_signature(settings, ctx.world_size)["soft"] | {
+    should_match = flags_signature(data, training, ctx.world_size)["soft"] | {
         "model": os.path.normpath(settings.model.model) + revision,
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],
@@ -82,7 +85,7 @@ def run_signature(
     flags = settings.flags()
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
-    rendering = rendering_of(spec.tokenizer) if settings.data.streaming else None
+    rendering = rendering_of(spec.tokenizer) if data.streaming else None
     informational |= {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,

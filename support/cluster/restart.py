@@ -20,8 +20,8 @@ from support import process
 from support.cluster.launch import agent_hosts_store, stopped_before_start
 from support.errors import UserError
 from support.files import atomic
-from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
+from support.strategies.strategy import FlagValues, Strategy
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -110,10 +110,12 @@ def restart_values(training: TrainingSettings, folder: Path) -> RestartValues:
     return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
 
 
-def continue_restarted(settings: Settings) -> Settings:
-    """Return the settings with the `restart_values` that started this program."""
+def restarted_with(strategy: Strategy) -> FlagValues:
+    """Return the `restart_values` that started this program, and the strategy for them.
+
+    Args:
+        strategy: of the command line, which a restart does not change.
+    """
     values: RestartValues = json.loads(os.environ[process.RESTARTED])
-    strategy = settings.parallelism.configured.with_micro_batches(
-        values["batch_size"], values["gradient_accumulation_steps"]
-    )
-    return settings.replace(**values, configured=strategy)
+    micro_batches = values["batch_size"], values["gradient_accumulation_steps"]
+    return {**values, "configured": strategy.with_micro_batches(*micro_batches)}

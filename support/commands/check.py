@@ -11,7 +11,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from mmap import mmap
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,8 @@ from support.memory import fit
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
 from support.process import versions
-from support.settings.data import choose_seq_length
+from support.settings.data import DataSettings, choose_seq_length
+from support.settings.output import OutputSettings
 from support.settings.settings import Hub, Settings
 from support.strategies.strategy import Strategy
 from support.units import GB, MB
@@ -68,7 +69,22 @@ def check(settings: Settings, ctx: DistContext) -> int:
         The exit code: 0 if the chosen strategy can run on every rank, 2 if a GPU cannot be used, as
         in a run, or 1.
     """
-    own_lines = [line for line in _lines_of_this_rank(settings, ctx) if line]
+    strategy, output, training = settings.parallelism.configured, settings.output, settings.training
+    # Only one rank per node: several would share the bandwidth.
+    measures_nvme = strategy.needs_nvme and ctx.launch.is_node_leader
+    nvme_folder = settings.parallelism.nvme_path or tempfile.gettempdir()
+    results = [
+        _software(strategy),
+        _gpu(training.device, ctx),
+        _compile(ctx.device.type) if settings.model.compile else None,
+        _requirements(strategy, training.gradient_accumulation_steps),
+        _nvme(nvme_folder) if measures_nvme else None,
+        _disk(output, training.eval_only, settings.model.model, settings.data),
+        _limits(),
+        _memory(settings, ctx),
+        _hub(settings.hub),
+    ]
+    own_lines = [line for line in results if line]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
     communication = [_communication(ctx), _rendezvous(ctx)]
@@ -83,22 +99,6 @@ def check(settings: Settings, ctx: DistContext) -> int:
     if any(line.status == PROBLEM and line.name == GPU for line in lines):
         return EXIT_USAGE
     return EXIT_FAILED if problems else EXIT_COMPLETED
-
-
-def _lines_of_this_rank(settings: Settings, ctx: DistContext) -> Iterator[Line | None]:
-    """Yield the result of each check of this machine; None if it does not concern this run."""
-    strategy = settings.parallelism.configured
-    yield _software(strategy)
-    yield _gpu(settings.training.device, ctx)
-    yield _compile(ctx.device.type) if settings.model.compile else None
-    yield _requirements(strategy, settings.training.gradient_accumulation_steps)
-    # Only one rank per node: several would share the bandwidth.
-    measures = strategy.needs_nvme and ctx.launch.is_node_leader
-    yield _nvme(settings.parallelism.nvme_path or tempfile.gettempdir()) if measures else None
-    yield _disk(settings)
-    yield _limits()
-    yield _memory(settings, ctx)
-    yield _hub(settings.hub)
 
 
 def _print(lines: Iterable[Line | str], ctx: DistContext) -> None:
@@ -206,11 +206,10 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
-def _disk(settings: Settings) -> Line:
-    """Check the free space for results, checkpoints and tokens."""
-    data, output = settings.data, settings.output
+def _disk(output: OutputSettings, eval_only: bool, model: str, data: DataSettings) -> Line:
+    """Check the folder of the export, and the free space for results, checkpoints and tokens."""
     try:
-        checks.check_export_folder(output, settings.training.eval_only, settings.model.model, data)
+        checks.check_export_folder(output, eval_only, model, data)
     except UserError as error:
         return Line(PROBLEM, "output", str(error))
     free = {}

@@ -90,7 +90,8 @@ def prove(settings: Settings) -> int:
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
     rows, problems, reference = [], [], None
     try:
-        kept = kept_flags(settings)
+        flags = settings.flags()
+        kept = {name: flags[name] for name in (*KEPT, "fsdp", "max_grad_norm")}
         for number, way in enumerate(ways_of(settings.parallelism.strategy, ranks)):
             print(f"⏳ {way.name}", flush=True)
             output = temporary.path / str(number)
@@ -137,17 +138,11 @@ def ways_of(strategy: str, ranks: int) -> list[Way]:
     ]
 
 
-def kept_flags(settings: Settings) -> FlagValues:
-    """Return the user's flags that each way has, if it does not set them."""
-    flags = settings.flags()
-    return {name: flags[name] for name in (*KEPT, "fsdp", "max_grad_norm")}
-
-
 def run(way: Way, kept: FlagValues, output: Path) -> None:
     """Run a way as a child process, which writes to the folder `output`.
 
     Args:
-        kept: flags of the user.
+        kept: flags of the user, which the way may change.
     """
     flags = {**DEFAULTS, **kept, **SETTINGS, **way.flags, "output_dir": str(output)}
     run_file = output.with_suffix(".yaml")
