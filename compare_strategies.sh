@@ -130,11 +130,11 @@ in_project 'from support import startup; startup.start(sys.argv[1:])' \
     --model "$model" --strategy "$checked" "${arguments[@]}" || exit 2
 # Four micro-batches, because sums that are wrong only for those in the middle have occurred.
 [[ -n ${SIMULATE_GPUS-} ]] || defaults=$(in_project '
-from support.cli.parse import parse_arguments
-args = parse_arguments(sys.argv[1:])
-if "gradient_accumulation_steps" not in args.given:
-    print("" if "batch_size" in args.given else "--batch_size 1", "--gradient_accumulation_steps 4")
-if "precision" not in args.given and args.model == "tiny-gpt2":
+from support.cli.parse import read_command_line
+line = read_command_line(sys.argv[1:])
+if "gradient_accumulation_steps" not in line.given:
+    print("" if "batch_size" in line.given else "--batch_size 1", "--gradient_accumulation_steps 4")
+if "precision" not in line.given and line.settings.model.model == "tiny-gpt2":
     print("--precision fp32")
 ' --model "$model" --strategy "$checked" "${arguments[@]}") || exit 2
 # shellcheck disable=SC2206 # split at blanks and line ends

@@ -24,7 +24,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,6 +44,7 @@ from support.optimizers import OPTIMIZERS
 from support.report import cost
 from support.settings import flag_types
 from support.settings.data import choose_seq_length
+from support.strategies.strategy import FlagValues
 from support.text_tables import text_table
 from support.units import GB, HOPPER, TURING
 from support.workload.activations import STEP
@@ -345,7 +345,7 @@ def command_of(args: Options, work: Workload, strategy: str, limits: Limits) -> 
     return f"{launcher(args.gpus, limits)} real_model_example.py {shlex.join(flags)}"
 
 
-def run_values(args: Options, work: Workload, strategy: str) -> dict[str, Any]:
+def run_values(args: Options, work: Workload, strategy: str) -> FlagValues:
     """Return the values of real_model_example.py's flags for the workload, by name."""
     path = Path(args.model)  # a model folder, a file in it, or a name
     folder = path.parent if path.is_file() else path if path.is_dir() else None
@@ -365,7 +365,7 @@ def run_values(args: Options, work: Workload, strategy: str) -> dict[str, Any]:
     }
 
 
-def as_flags(values: dict[str, Any], own: dict[str, Any]) -> list[str]:
+def as_flags(values: FlagValues, own: FlagValues) -> list[str]:
     """Return the flags of a run that set these values, without those that it has already."""
     flags = []
     for name, value in values.items():

@@ -1,7 +1,9 @@
-"""The start of a run, before it imports torch: arguments, first checks, settings of the process.
+"""The start of a run, before it imports torch: flags, first checks, settings of the process.
 
 Each check fails within a second, with one line that says what to do.
 """
+
+from __future__ import annotations
 
 import gc
 import importlib.util
@@ -10,10 +12,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from support import console, process
 from support.cli import checks
+from support.cli.hub import ask_hub
 from support.cli.parse import read_command_line
 from support.cluster import launch as launching
 from support.cluster import restart, tuning
@@ -30,8 +33,16 @@ from support.errors import (
 from support.files.user_files import check_readable, read_json
 from support.optimizers import OPTIMIZERS
 from support.settings.command import CommandSettings
-from support.settings.settings import Hub, Settings
+from support.settings.model import ModelSettings
+from support.settings.settings import Settings
+from support.strategies.strategy import FlagValues
 from support.tables import EMBEDDED_MODEL
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from support.cluster.context import DistContext
+    from support.cluster.failures import FailureMonitor
 
 # Files of a model folder that a run reads; a Trainer's checkpoint also has others.
 MODEL_FILES = """
@@ -41,28 +52,30 @@ MODEL_FILES = """
 
 
 def start(argv: list[str]) -> tuple[Settings, Launch]:
-    """Read the arguments and the launcher's environment, run the first checks, tune the process.
+    """Read the settings and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
     flags, and with --prove and --prefetch it imports torch and does what they say; it then exits.
 
     Returns:
-        The arguments, which cannot be changed, and this process's place in the run.
+        The settings, which cannot be changed, and this process's place in the run.
     """
     verbose = "--verbose" in argv
     prepare_for_failures(verbose)
     try:
         if not os.path.isdir(os.curdir):
             raise UserError("The current folder was removed: change to another one.")
-        # Before the arguments: the DeepSpeed file's train_batch_size depends on the world size.
+        # Before the settings: the DeepSpeed file's train_batch_size depends on the world size.
         launch = launching.detect_launch()
         line = read_command_line(argv)
         settings = line.settings
         if process.RESTARTED in os.environ:
-            settings = restart.continue_restarted(settings)
-        console.configure(launch.rank, settings.output.quiet, verbose)
+            changed = restart.restarted_with(settings.parallelism.configured)
+            settings = settings.replace(**changed)
+        quiet = settings.output.quiet
+        console.configure(launch.rank, quiet, verbose)
         if settings.run_file.print_config:
-            print_config(settings, line.sources)
+            print_config(settings.flags(), line.sources)
         refuse_launcher(settings.command, launch)
         tuning.choose_hardware(settings.training.device)
         if settings.command.prove is not None:
@@ -70,16 +83,14 @@ def start(argv: list[str]) -> tuple[Settings, Launch]:
             from support.commands import prove  # imports torch
 
             sys.exit(prove.prove(settings))
-        tuning.tune_process(settings, launch)
+        tuning.tune_process(
+            launch, settings.model.compile, settings.training.deterministic, verbose, quiet
+        )
         if settings.debug.simulate_gpus:
             launch = launching.simulated(launch, settings.debug.simulate_gpus)
-        check_model_path(settings)
-        checks.check_data_paths(settings)
-        # These two write no results, and may run where the run's disks and packages are missing.
-        if not (settings.command.prefetch or settings.command.show_sample):
-            check_run(settings)
-        settings = replace(settings, hub=ask_hub(settings, launch))
-        for notice in line.notices if launch.is_main and not settings.output.quiet else ():
+        check_run(settings)
+        settings = replace(settings, hub=ask_hub(settings, launch.is_main, launch.is_node_leader))
+        for notice in line.notices if launch.is_main and not quiet else ():
             print(f"ℹ️  {notice}")
         if settings.command.prefetch:
             from support.commands.prefetch import prefetch  # imports torch
@@ -110,11 +121,11 @@ def refuse_launcher(command: CommandSettings, launch: Launch) -> None:
             raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
 
 
-def print_config(settings: Settings, sources: dict[str, str]) -> NoReturn:
+def print_config(flags: FlagValues, sources: dict[str, str]) -> NoReturn:
     """Print the flags as a run file, and exit."""
     from support.cli.run_file import as_yaml
 
-    print(redact(as_yaml(settings.flags(), sources)), end="")
+    print(redact(as_yaml(flags, sources)), end="")
     process.check_output()
     sys.exit(EXIT_COMPLETED)
 
@@ -127,9 +138,12 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
 
 
 def run_on_all_ranks(
-    setup_distributed: Callable, train: Callable, settings: Settings, launch: Launch
+    setup_distributed: Callable[[Settings, Launch, FailureMonitor], DistContext],
+    train: Callable[[Settings, DistContext], nn.Module],
+    settings: Settings,
+    launch: Launch,
 ) -> NoReturn:
-    """Call `setup_distributed(args, launch, monitor)`, then `train(args, ctx)`; end all ranks.
+    """Call `setup_distributed(settings, launch, monitor)`, `train(settings, ctx)`; end all ranks.
 
     --check and --show_sample run instead of the training. The process ends with an exit code of
     support/errors.py. An error of one rank ends the others, and is reported once.
@@ -158,7 +172,7 @@ def run_on_all_ranks(
     try:
         settings.parallelism.configured.check_options(settings.debug.verbose)
         ctx.precision = choose_precision(settings.training.precision, ctx.device)
-        if command := command_of(settings):
+        if command := command_of(settings.command):
             monitor.end_together(None, command(settings, ctx))  # does not return
         configure_transformers(settings, ctx)
         model = train(settings, ctx)
@@ -170,14 +184,20 @@ def run_on_all_ranks(
 
 
 def check_run(settings: Settings) -> None:
-    """Check what the run needs: writable folders, an NVMe folder, a checkpoint, packages."""
+    """Check what the run needs: model, data, writable folders, a checkpoint, packages."""
+    check_model_path(settings.model)
+    checks.check_data_paths(settings.data)
+    # These two write no results, and may run where the run's disks and packages are missing.
+    if settings.command.prefetch or settings.command.show_sample:
+        return
     # --check may be given with the folders of an existing run. A restarted program has its own.
     if not settings.command.check and process.RESTARTED not in os.environ:
-        checks.check_output_dir(settings)
-        checks.check_export_folder(settings)
+        eval_only = settings.training.eval_only
+        checks.check_output_dir(settings.output, eval_only)
+        checks.check_export_folder(settings.output, eval_only, settings.model.model, settings.data)
     if settings.output.resume and not Path(settings.output.resume).exists():
         raise UserError(f"--resume {settings.output.resume}: there is no such checkpoint.")
-    checks.check_nvme_path(settings)
+    checks.check_nvme_path(settings.parallelism.nvme_path)
     packages = {
         **{f"--report_to {name}": name for name in settings.output.report_to},
         "--lora_r": "peft" if settings.model.lora_r else None,
@@ -189,37 +209,27 @@ def check_run(settings: Settings) -> None:
             raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
 
 
-def ask_hub(settings: Settings, launch: Launch) -> Hub:
-    """Return whether the hub is used; only a run that needs it asks it."""
-    if not (any(checks.names_on_hub(settings)) or settings.output.push_to_hub):
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        return Hub(offline=True)
-    from support.cli import hub
-
-    offline, problem = hub.ask_hub(settings, launch.is_main, launch.is_node_leader)
-    return Hub(offline, problem)
-
-
-def check_model_path(settings: Settings) -> None:
+def check_model_path(model_settings: ModelSettings) -> None:
     """Check that a model given as a folder exists and is a Hugging Face model.
 
     Raises:
         UserError: there is no such folder, or it holds no config.json or an invalid one; or
             --model_revision is given for a model that is not on the hub.
     """
-    is_local = checks.is_local_model(settings.model.model)
-    if settings.model.model_revision and (is_local or settings.model.model == EMBEDDED_MODEL):
+    model = model_settings.model
+    is_local = checks.is_local_model(model)
+    if model_settings.model_revision and (is_local or model == EMBEDDED_MODEL):
         raise UserError(
-            f"--model_revision is for models on the hub, and --model {settings.model.model} is not one: "
+            f"--model_revision is for models on the hub, and --model {model} is not one: "
             "leave it out."
         )
-    if is_local and not Path(settings.model.model).is_dir():
-        raise UserError(f"--model {settings.model.model}: no such folder.")
-    if is_local and not Path(settings.model.model, "config.json").is_file():
+    if is_local and not Path(model).is_dir():
+        raise UserError(f"--model {model}: no such folder.")
+    if is_local and not Path(model, "config.json").is_file():
         raise UserError(
-            f"--model {settings.model.model}: the folder has no config.json, so it is not a complete model. "
+            f"--model {model}: the folder has no config.json, so it is not a complete model. "
             "A run exports its model to hf/; --merge_lora exports adapters as a complete model."
         )
     if is_local:
-        read_json("--model", f"{settings.model.model}/config.json")
-        check_readable("--model", settings.model.model, MODEL_FILES)
+        read_json("--model", f"{model}/config.json")
+        check_readable("--model", model, MODEL_FILES)

@@ -1,7 +1,7 @@
 """Find the checkpoint that --resume selects, and check that it belongs to the run."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from support import console
 from support.checkpoints.format import candidates_in, list_checkpoints
@@ -9,6 +9,7 @@ from support.checkpoints.signature import flags_signature
 from support.checkpoints.verify import find_damage, read_manifest
 from support.cluster.context import DistContext
 from support.errors import UserError, same_redacted
+from support.files.json_types import JsonObject
 from support.files.user_files import shown
 from support.optimizers import OPTIMIZERS
 from support.settings.settings import Settings
@@ -18,14 +19,14 @@ class FoundCheckpoint(NamedTuple):
     """A complete and undamaged checkpoint."""
 
     path: Path  # its folder
-    manifest: dict[str, Any]
+    manifest: JsonObject
 
 
 # Entries that earlier versions did not write, and their value in the runs of those versions.
 VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
 
 
-def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:
+def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> None:
     """Raise a UserError if a checkpoint is another run's; with `forced` only "hard" parts count."""
     for part in ("hard",) if forced else ("hard", "soft"):
         if found := _differences(saved[part], current[part]):
@@ -35,14 +36,14 @@ def refuse_other_run(saved: dict, current: dict, forced: bool) -> None:
             )
 
 
-def report_changes(saved: dict, current: dict) -> None:
+def report_changes(saved: JsonObject, current: JsonObject) -> None:
     """Warn of the differences between two run signatures that are not refused."""
     for part in ("soft", "told"):
         if found := _differences(saved[part], current[part]):
             console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
 
 
-def _differences(saved: dict, current: dict) -> list[str]:
+def _differences(saved: JsonObject, current: JsonObject) -> list[str]:
     before = saved and VALUES_BEFORE | saved
     return [
         f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
@@ -52,25 +53,28 @@ def _differences(saved: dict, current: dict) -> list[str]:
 
 
 def find_checkpoint(settings: Settings, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume from: the newest complete and undamaged one, on all ranks.
+    """Find the checkpoint of --resume: the newest complete and undamaged one, on all ranks.
 
     Only the flags are compared with it here; model and data in `CheckpointManager.resume`.
 
     Args:
         folder: the run's output folder.
     Returns:
-        The checkpoint; None if --resume names no path and `folder` has none.
+        The checkpoint; None without --resume, or if it names no path and `folder` has none.
     Raises:
         UserError: no checkpoint is complete and undamaged, or it is of a run with other flags.
     """
-    found = _newest(settings.output.resume or "", folder / "checkpoints", ctx)
+    wanted = settings.output.resume
+    if wanted is None:
+        return None
+    found = _newest(wanted, folder / "checkpoints", ctx)
     if found is None:
         console.warn(
             f"--resume: {folder} has no checkpoint yet: this run starts from the beginning."
         )
         return None
     path, manifest = found
-    current = flags_signature(settings, ctx.world_size)
+    current = flags_signature(settings.data, settings.training, ctx.world_size)
     refuse_other_run(manifest["identity"], current, settings.output.resume_force)
     saved_by, family = manifest["optimizer"], OPTIMIZERS[settings.training.optim].family
     if saved_by not in ("", family):
@@ -108,12 +112,13 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> FoundCheckpoint | No
     return None
 
 
-def verify(checkpoint: Path, ctx: DistContext) -> tuple[dict, str]:
+def verify(checkpoint: Path, ctx: DistContext) -> tuple[JsonObject, str]:
     """Read a checkpoint's manifest and verify its files, of which each rank takes a part.
 
     Returns:
         (manifest, ""), or a clause that says why it cannot be used as the second item.
     """
-    manifest, problem = ctx.broadcast_from_rank0(read_manifest(checkpoint) if ctx.is_main else None)
+    read = read_manifest(checkpoint) if ctx.is_main else ({}, "")
+    manifest, problem = ctx.broadcast_from_rank0(read)
     problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)
     return manifest, next(filter(None, ctx.all_gather(problem)), "")

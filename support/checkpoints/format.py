@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from support.files.atomic import digest_of_json, sha256_of, sync, write_text
+from support.files.json_types import JsonObject
 
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
@@ -50,7 +51,7 @@ def candidates_in(path: Path) -> list[Path]:
     return list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
+def write_manifest(folder: Path, manifest: JsonObject) -> None:
     """Add format version and digest, and write manifest.json, which completes a checkpoint."""
     # The digest is of the manifest as it will be read: JSON turns tuples into lists, for example.
     manifest = json.loads(json.dumps({"format_version": FORMAT_VERSION, **manifest}))
@@ -58,7 +59,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     write_text(folder / "manifest.json", text)
 
 
-def file_entry(path: Path) -> dict:
+def file_entry(path: Path) -> JsonObject:
     """Flush a file to disk and return its entry in the manifest: size in bytes and SHA-256."""
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -2,12 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from support.errors import TrainingError, UserError
+from support.files.json_types import JsonObject
 from support.strategies.optimizer_shards import ShardedState
 
 # Read from a file before it is opened again: what was read of an open file is mapped, and counts as
@@ -18,11 +18,12 @@ MAPPED_BYTES = 16 << 20
 class PieceReader:
     """Reader for any range of elements of any parameter in a checkpoint; close it at the end."""
 
-    def __init__(self, folder: Path, manifest: dict):
+    def __init__(self, folder: Path, manifest: JsonObject):
         self.folder = folder
-        self._file: Any = None  # the open file, its name, and how much of it was read
+        # The open file, its name, and how much of it was read.
+        self._file: safe_open | None = None
         self._name, self._mapped = "", 0
-        self._pieces: dict[str, list[dict]] = {}
+        self._pieces: dict[str, list[JsonObject]] = {}
         for piece in manifest["pieces"]:
             self._pieces.setdefault(piece["name"], []).append(piece)
 
@@ -50,9 +51,9 @@ class PieceReader:
                 f"The checkpoint {self.folder} has {filled} of {flat.numel()} elements of {name}."
             )
 
-    def _open(self, name: str, size: int) -> Any:
+    def _open(self, name: str, size: int) -> safe_open:
         """Return an open file of the checkpoint, of which `size` bytes will be read."""
-        if name != self._name or self._mapped + size > MAPPED_BYTES:
+        if self._file is None or name != self._name or self._mapped + size > MAPPED_BYTES:
             self.close()
             self._file = safe_open(self.folder / name, framework="pt")
             self._name = name
@@ -64,7 +65,7 @@ class PieceReader:
         self._file, self._name, self._mapped = None, "", 0
 
 
-def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
+def check_shapes(checkpoint: Path, manifest: JsonObject, state: ShardedState) -> None:
     """Check that a checkpoint has all parameters of this model, in the same shapes.
 
     Flat tensors are accepted, because DeepSpeed's stage 3 writes them to universal checkpoints.
@@ -78,7 +79,7 @@ def check_shapes(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
             )
 
 
-def read_shards(checkpoint: Path, manifest: dict, state: ShardedState) -> None:
+def read_shards(checkpoint: Path, manifest: JsonObject, state: ShardedState) -> None:
     """Load this rank's masters, moments and working copies of the weights from a checkpoint."""
     reader = PieceReader(checkpoint, manifest)
     for shard in state.shards:

@@ -6,13 +6,15 @@ elements of which parameter it holds, but nothing about strategies or ranks, so 
 any number of ranks can load it.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import time
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,13 +35,22 @@ from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.errors import FirstError, OutOfMemory, TrainingError, explain, redact_value
 from support.files import atomic
+from support.files.json_types import JsonObject
 from support.files.safetensors_writer import save_file
 from support.model.export import TrainedModel
+from support.model.resolve import ModelSpec
 from support.model.weights import persistent_buffers
+from support.settings.output import OutputSettings
 from support.settings.settings import Settings
 from support.strategies import gradients
 from support.strategies.objects import TrainingObjects
+from support.strategies.optimizer_shards import ShardedState
 from support.train_state import NEW_RUN, TrainState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from support.data.streaming import Stream
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 
@@ -48,40 +59,64 @@ GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter g
 class CheckpointManager:
     """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods."""
 
-    settings: Settings
     ctx: DistContext
     folder: Path  # of the checkpoints
     objects: TrainingObjects
-    spec: Any  # the ModelSpec
-    datasets: InitVar[Datasets]
+    spec: ModelSpec
+    output: OutputSettings
+    keeps_best: bool  # --load_best_at_end: the checkpoint of the best evaluation is kept
+    identity: JsonObject  # the run signature
+    stream: Stream | None  # the training sequences of --streaming, whose position is saved
+    _state: ShardedState | None  # of this rank; None with --eval_only
     seconds: list[float] = field(default_factory=list)  # how long training waited for each save
     best_is_loaded: bool = False  # whether `load_best` left the best weights in the model
-    _saved_at: int | None = None
-    _resumed_at: int = -1  # step of the checkpoint in `folder` that this run continues
+    # Step of the checkpoint in `folder` that was saved last, or that this run continues.
+    _saved_at: int = -1
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
+    _stop: DelayedFlag = field(default_factory=lambda: DelayedFlag())
 
-    def __post_init__(self, datasets: Datasets) -> None:
-        settings = self.settings
-        self.model, self.module = self.objects.model, self.objects.module
-        # The training sequences of --streaming, whose position is saved.
-        self.stream = datasets.train if settings.data.streaming else None
-        self.identity = run_signature(settings, self.ctx, self.spec, datasets.facts, self.module)
-        self.state: Any = None  # the ShardedState of this rank; None with --eval_only
-        if not settings.training.eval_only:
-            self.state = self.objects.sharded_state(self.ctx.device)
-        self.may_save = self.ctx.shares_output and not (
-            settings.training.eval_only or settings.output.no_save
+    @classmethod
+    def create(
+        cls,
+        settings: Settings,
+        ctx: DistContext,
+        folder: Path,
+        objects: TrainingObjects,
+        spec: ModelSpec,
+        datasets: Datasets,
+    ) -> CheckpointManager:
+        """Create the manager of a run, whose checkpoints are in `folder`."""
+        return cls(
+            ctx,
+            folder,
+            objects,
+            spec,
+            settings.output,
+            settings.training.load_best_at_end,
+            identity=run_signature(settings, ctx, spec, datasets.facts, objects.module),
+            stream=datasets.train if settings.data.streaming else None,
+            _state=None if settings.training.eval_only else objects.sharded_state(ctx.device),
         )
-        self._stop = DelayedFlag()
 
-    @staticmethod
-    def find(settings: Settings, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
-        """Find the checkpoint of --resume (see find.find_checkpoint); None without that flag."""
-        if settings.output.resume is None:
-            return None
-        return find_checkpoint(settings, ctx, folder)
+    @property
+    def model(self) -> nn.Module:
+        """The model, as wrapped by the strategy."""
+        return self.objects.model
 
-    def resume(self, found: FoundCheckpoint | None) -> dict:
+    @property
+    def state(self) -> ShardedState:
+        """The weights and optimizer states of this rank; --eval_only loads and saves none."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def may_save(self) -> bool:
+        """Whether this run saves checkpoints."""
+        return self.ctx.shares_output and self._state is not None and not self.output.no_save
+
+    find = staticmethod(find_checkpoint)  # before the manager is created
+
+    def resume(self, found: FoundCheckpoint | None) -> JsonObject:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
 
         Raises:
@@ -91,7 +126,7 @@ class CheckpointManager:
         if found is None:
             return NEW_RUN
         path, manifest = found
-        refuse_other_run(manifest["identity"], self.identity, self.settings.output.resume_force)
+        refuse_other_run(manifest["identity"], self.identity, self.output.resume_force)
         report_changes(manifest["identity"], self.identity)
         self._load_weights(path, manifest)
         counters, objects = manifest["counters"], self.objects
@@ -99,7 +134,7 @@ class CheckpointManager:
         if self.stream is not None and (manifest["stream"] or counters["samples"]):
             self.stream.resume(manifest["stream"])
         gradients.load_scaler_state(manifest["scaling"], objects.scaler, objects.optimizer)
-        if self.settings.training.load_best_at_end and (best := counters["best"]):
+        if self.keeps_best and (best := counters["best"]):
             best_folder = files.step_folder(self.folder, best["step"])
             if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
                 counters = {**counters, "best": None}
@@ -107,10 +142,10 @@ class CheckpointManager:
         dist.barrier()  # after it every rank has loaded its shards
         console.print0(f"▶️  Resumed from {path}")
         if path.resolve() == files.step_folder(self.folder, counters["step"]).resolve():
-            self._saved_at = self._resumed_at = counters["step"]
+            self._saved_at = counters["step"]
         return counters
 
-    def _load_weights(self, path: Path, manifest: dict) -> None:
+    def _load_weights(self, path: Path, manifest: JsonObject) -> None:
         """Load weights, optimizer states and buffers, after a check of all shapes."""
         from support.checkpoints.loading import check_shapes, read_shards
 
@@ -121,7 +156,7 @@ class CheckpointManager:
             adafactor_states.write(self.state, load_file(path / files.ADAFACTOR_STATES))
         read_shards(path, manifest, self.state)
         saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in self.objects.module.named_buffers():
             if name in saved:
                 buffer.copy_(saved[name])
         self._loaded_from = path
@@ -129,16 +164,17 @@ class CheckpointManager:
     def take_over(self, best: dict | None, clean: bool) -> None:
         """Rename checkpoints after the resumed one, when all checks of the run have passed.
 
-        Those are damaged, or of a replaced run. `clean` also removes what killed runs left.
+        Those are damaged, or of a replaced run. `clean` also removes what killed runs left. Call it
+        before the first save.
         """
         if not self.ctx.is_main:
             return
         if clean:
             atomic.remove_leftovers(self.folder)
         for path in files.list_checkpoints(self.folder):
-            if files.step_of(path) > self._resumed_at:
+            if files.step_of(path) > self._saved_at:
                 atomic.set_aside(path, f"aside-{path.name}")
-        if best and self.settings.training.load_best_at_end:
+        if best and self.keeps_best:
             self._mark("best", best["step"])
 
     def load_best(self, best: int, now: int) -> None:
@@ -160,9 +196,9 @@ class CheckpointManager:
     def is_due(self, state: TrainState) -> bool:
         """Whether to save a checkpoint of the current step: --save_every, --save_epochs."""
         every_steps = (
-            self.settings.output.save_every and state.step % self.settings.output.save_every == 0
+            self.output.save_every and state.step % self.settings.output.save_every == 0
         )
-        return bool(every_steps or (self.settings.output.save_epochs and state.at_end_of_epoch))
+        return bool(every_steps or (self.output.save_epochs and state.at_end_of_epoch))
 
     def stop_requested(self, stop: torch.Tensor) -> bool:
         """Whether to save and stop; `stop` is a scalar, above 0 if a rank received a signal."""
@@ -170,18 +206,14 @@ class CheckpointManager:
 
     def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far."""
-        if not (
-            self.settings.training.load_best_at_end
-            and state.best
-            and state.best["step"] == state.step
-        ):
+        if not (self.keeps_best and state.best and state.best["step"] == state.step):
             return
         self.save(state)
         if self.ctx.is_main:
             old = files.marked(self.folder, "best")
             self._mark("best", state.step)
             # With regular saves --keep_last decides which checkpoints are removed.
-            saves_regularly = self.settings.output.save_every or self.settings.output.save_epochs
+            saves_regularly = self.output.save_every or self.output.save_epochs
             if old not in ("", files.marked(self.folder, "best")) and not saves_regularly:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
 
@@ -210,7 +242,7 @@ class CheckpointManager:
         self.seconds.append(time.monotonic() - started)
         console.print0(f"💾 {final} ({self.seconds[-1]:.1f} s)")
 
-    def _manifest(self, counters: dict) -> dict:
+    def _manifest(self, counters: JsonObject) -> JsonObject:
         """Return the manifest without the entries about files and pieces."""
         objects, state = self.objects, self.state
         return {
@@ -228,7 +260,7 @@ class CheckpointManager:
             "shapes": {name: list(shape) for name, shape in state.shapes.items()},
         }
 
-    def _write(self, final: Path, manifest: dict) -> None:
+    def _write(self, final: Path, manifest: JsonObject) -> None:
         """Write a checkpoint to the folder `final`."""
         ctx, errors = self.ctx, FirstError()
         unfinished = self.folder / f"{atomic.PARTIAL}{final.name}"
@@ -252,10 +284,10 @@ class CheckpointManager:
         if failed := ctx.broadcast_from_rank0(failed):
             raise TrainingError(f"The checkpoint {final} could not be written: {failed}")
 
-    def _complete(self, unfinished: Path, final: Path, manifest: dict) -> None:
+    def _complete(self, unfinished: Path, final: Path, manifest: JsonObject) -> None:
         """Write the model's description and the manifest, rename the folder, remove old ones."""
         self.spec.describe(unfinished / "model")
-        buffers = {} if self.spec.lora else persistent_buffers(self.module)
+        buffers = {} if self.spec.lora else persistent_buffers(self.objects.module)
         states: dict[str, torch.Tensor] = {}
         if self.state.family == "adafactor":
             from support.strategies import adafactor_states
@@ -273,8 +305,8 @@ class CheckpointManager:
         atomic.sync_tree(unfinished / "model")
         atomic.sync(unfinished)
         os.replace(unfinished, final)
-        if self.settings.output.keep_last:
-            for old in files.list_checkpoints(self.folder)[self.settings.output.keep_last :]:
+        if self.output.keep_last:
+            for old in files.list_checkpoints(self.folder)[self.output.keep_last :]:
                 if old.name != files.marked(self.folder, "best"):
                     shutil.rmtree(old, ignore_errors=True)
         try:  # the checkpoint is complete, also if the disk is full now
@@ -287,7 +319,7 @@ class CheckpointManager:
     def trained_model(self, state: TrainState | None) -> TrainedModel:
         """Return what an export needs; `state` is None for a completed run."""
         keep = partial(self._keep_weights, state)
-        parts = (self.ctx, self.spec, self.objects, self.state, self.identity)
+        parts = (self.ctx, self.spec, self.objects, self._state, self.identity)
         return TrainedModel(*parts, self.best_is_loaded, keep)
 
     def _keep_weights(self, state: TrainState | None) -> Path | None:

@@ -5,11 +5,11 @@ program can compute the digest.
 """
 
 import math
-from typing import Any
 
 from support.checkpoints.format import KINDS
 from support.files.json_types import (
     Check,
+    JsonObject,
     anything,
     dict_of,
     either,
@@ -63,7 +63,7 @@ OPTIONAL: dict[str, Check] = {
 }
 
 
-def check_manifest(manifest: dict[str, Any]) -> None:
+def check_manifest(manifest: JsonObject) -> None:
     """Check the type of each value of a manifest, the names of its files, and its pieces.
 
     Raises:
@@ -91,7 +91,7 @@ def _check_pieces(pieces: list[dict], shapes: dict[str, list[int]]) -> None:
             raise ValueError(f"{ends[name]} elements of {shown(name)}")
 
 
-def tensors_of(manifest: dict[str, Any]) -> dict[str, dict[str, int]]:
+def tensors_of(manifest: JsonObject) -> dict[str, dict[str, int]]:
     """Return the tensors that each file of pieces must have: {file: {name: elements}}."""
     found: dict[str, dict[str, int]] = {}
     for piece in manifest["pieces"]:

@@ -9,11 +9,17 @@ import hashlib
 import json
 import os
 
+from torch import nn
+
 from support.cluster.context import DistContext
 from support.data.chat import rendering_of
 from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
+from support.files.json_types import JsonObject
+from support.model.resolve import ModelSpec
+from support.settings.data import DataSettings
 from support.settings.settings import Settings
+from support.settings.training import TrainingSettings
 from support.strategies.wrapped import full_shape
 
 INFORMATIONAL_FLAGS = """
@@ -23,28 +29,31 @@ INFORMATIONAL_FLAGS = """
     """.split()
 
 
-def flags_signature(settings: Settings, world_size: int) -> dict:
+def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
     """Return the part of the run signature that is known before model and data are read."""
-    should_match = {
-        "seed": settings.training.seed,
-        "validation_split": settings.data.held_out_share,
-        "shuffle_buffer": settings.data.shuffle_buffer if settings.data.streaming else None,
-        "global batch": settings.training.global_batch(world_size),
-        "isolate_documents": settings.data.isolates_documents,
-        "packing": settings.data.packing,
+    should_match: dict[str, object] = {
+        "seed": training.seed,
+        "validation_split": data.held_out_share,
+        "shuffle_buffer": data.shuffle_buffer if data.streaming else None,
+        "global batch": training.global_batch(world_size),
+        "isolate_documents": data.isolates_documents,
+        "packing": data.packing,
     }
-    if settings.data.seq_length is not None:  # the default depends on the model
-        should_match["seq_length"] = settings.data.seq_length
+    if data.seq_length is not None:  # the default depends on the model
+        should_match["seq_length"] = data.seq_length
     return {"hard": {}, "soft": should_match}
 
 
-def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, module) -> dict:
+def run_signature(
+    settings: Settings, ctx: DistContext, spec: ModelSpec, dataset: JsonObject, module: nn.Module
+) -> JsonObject:
     """Return the run signature.
 
     Args:
         dataset: the dataset's entry in results.json.
         module: the model without its wrapper.
     """
+    data, training = settings.data, settings.training
     shapes = {name: full_shape(p) for name, p in module.named_parameters()}
     must_match = {
         "parameters": spec.parameters,
@@ -54,15 +63,15 @@ def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, mod
     if spec.lora:
         must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
         # The frozen weights are not part of a checkpoint.
-        frozen = f"random, from seed {settings.training.seed}" if spec.random else "as they came"
+        frozen = f"random, from seed {training.seed}" if spec.random else "as they came"
         must_match["frozen weights"] = frozen + (", in 4 bits" if spec.load_in_4bit else "")
     # Whether a stream contains conversations or documents is not known in advance.
     may_be_chat, may_be_text = (
-        settings.data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
+        data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
     )
     validation = dataset.get("validation") or {}
     revision = f"@{settings.model.model_revision}" if settings.model.model_revision else ""
-    should_match = flags_signature(settings, ctx.world_size)["soft"] | {
+    should_match = flags_signature(data, training, ctx.world_size)["soft"] | {
         "model": os.path.normpath(settings.model.model) + revision,
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],
@@ -76,7 +85,7 @@ def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, mod
     flags = settings.flags()
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
-    rendering = rendering_of(spec.tokenizer) if settings.data.streaming else None
+    rendering = rendering_of(spec.tokenizer) if data.streaming else None
     informational |= {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
@@ -86,6 +95,6 @@ def run_signature(settings: Settings, ctx: DistContext, spec, dataset: dict, mod
     return {"hard": must_match, "soft": should_match, "told": informational}
 
 
-def digest_of(value) -> str:
+def digest_of(value: object) -> str:
     """Return the SHA-256 hex digest of a JSON value, which may contain tuples."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

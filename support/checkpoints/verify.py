@@ -13,11 +13,12 @@ from support.checkpoints.format import FORMAT_VERSION, candidates_in
 from support.checkpoints.manifest import check_manifest, tensors_of
 from support.errors import UserError
 from support.files.atomic import digest_of_json, sha256_of
+from support.files.json_types import JsonObject
 from support.files.user_files import reason_of, shown
 from support.train_state import NEW_RUN
 
 
-def open_checkpoint(path: Path) -> tuple[Path, dict]:
+def open_checkpoint(path: Path) -> tuple[Path, JsonObject]:
     """Open a checkpoint in a single process, without a process group, and verify every file.
 
     Args:
@@ -36,7 +37,7 @@ def open_checkpoint(path: Path) -> tuple[Path, dict]:
     return newest, manifest
 
 
-def read_manifest(checkpoint: Path) -> tuple[dict, str]:
+def read_manifest(checkpoint: Path) -> tuple[JsonObject, str]:
     """Return (manifest, ""), or ({}, problem) with a clause that says why it cannot be used."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_bytes())
@@ -65,7 +66,7 @@ def read_manifest(checkpoint: Path) -> tuple[dict, str]:
         return {}, f"its manifest.json is damaged ({shown(error)})"
 
 
-def find_damage(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> str:
+def find_damage(checkpoint: Path, manifest: JsonObject, part: int = 0, parts: int = 1) -> str:
     """Return a clause about a damaged one of every `parts`-th file from `part` on, or ""."""
     tensors = tensors_of(manifest)
     for name, entry in list(manifest["files"].items())[part::parts]:

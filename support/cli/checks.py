@@ -2,13 +2,15 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import read_text
-from support.settings.data import default_dataset
-from support.settings.settings import Settings
+from support.settings.data import Dataset, DataSettings, default_dataset
+from support.settings.model import ModelSettings
+from support.settings.output import OutputSettings
 from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
@@ -88,7 +90,8 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
         "--streaming reads one --dataset: a file, a folder or a dataset on the hub, not pydocs": (
             flags.streaming and (len(datasets) > 1 or datasets == ["pydocs"])
         ),
-        f"--streaming reads a whole split: --train_split {flags.train_split} is a part or several": (
+        "--streaming reads a whole split: "
+        f"--train_split {flags.train_split} is a part or several": (
             flags.streaming and {*"[+"} & {*(flags.train_split or "")}
         ),
     }
@@ -121,60 +124,60 @@ def is_local_dataset(name: str) -> bool:
     return os.path.exists(name) or name.endswith(DATA_SUFFIXES) or is_local_model(name)
 
 
-def scratch_without_hub(settings: Settings) -> bool:
+def scratch_without_hub(model_settings: ModelSettings) -> bool:
     """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
-    return settings.model.from_scratch and settings.model.model in GPT2_SHAPES
+    return model_settings.from_scratch and model_settings.model in GPT2_SHAPES
 
 
-def names_on_hub(settings: Settings) -> tuple[str | None, list[str]]:
+def names_on_hub(model: str, datasets: Iterable[Dataset]) -> tuple[str | None, list[str]]:
     """Return the names on the hub of the model, or None, and of the datasets."""
-    is_on_hub = settings.model.model != EMBEDDED_MODEL and not is_local_model(settings.model.model)
-    datasets = [
+    is_on_hub = model != EMBEDDED_MODEL and not is_local_model(model)
+    return model if is_on_hub else None, datasets_on_hub(datasets)
+
+
+def datasets_on_hub(datasets: Iterable[Dataset]) -> list[str]:
+    """Return the names on the hub of those datasets that are there."""
+    return [
         "Salesforce/wikitext" if name == "wikitext" else name
-        for name, _ in settings.data.dataset
+        for name, _ in datasets
         if name != "pydocs" and not is_local_dataset(name)
     ]
-    return settings.model.model if is_on_hub else None, datasets
 
 
-def check_data_paths(settings: Settings) -> None:
+def check_data_paths(data: DataSettings) -> None:
     """Check that files and folders of data, and the chat template, exist and fit other flags."""
-    names = [name for name, _ in settings.data.dataset]
+    names = [name for name, _ in data.dataset]
     paths = [("--dataset", name) for name in names if is_local_dataset(name)]
-    paths += (
-        [("--validation_file", settings.data.validation_file)]
-        if settings.data.validation_file
-        else []
-    )
+    if data.validation_file:
+        paths.append(("--validation_file", data.validation_file))
     if paths:
         from support.files.folders import files_of
     for flag, name in paths:
-        files_of(Path(name), f"{flag} {name}", settings.data.include)
+        files_of(Path(name), f"{flag} {name}", data.include)
         if os.path.isfile(name) and not os.path.getsize(name):
             raise UserError(f"{flag} {name} is empty.")
-    _, hub = names_on_hub(settings)
     for flag in ("train_split", "eval_split", "dataset_revision"):
-        if getattr(settings.data, flag) and not hub:
+        if getattr(data, flag) and not datasets_on_hub(data.dataset):
             raise UserError(
-                f"--{flag} is for datasets of the hub, and --dataset {settings.data.dataset_name} is not one: "
-                "leave it out."
+                f"--{flag} is for datasets of the hub, and --dataset {data.dataset_name} is not "
+                "one: leave it out."
             )
-    if settings.data.include and not any(Path(name).is_dir() for _, name in paths):
-        raise UserError(f"--include {settings.data.include} is for a folder of data: leave it out.")
-    if settings.data.chat_template:
-        read_text("--chat_template", settings.data.chat_template)
+    if data.include and not any(Path(name).is_dir() for _, name in paths):
+        raise UserError(f"--include {data.include} is for a folder of data: leave it out.")
+    if data.chat_template:
+        read_text("--chat_template", data.chat_template)
 
 
-def check_output_dir(settings: Settings) -> None:
+def check_output_dir(output: OutputSettings, eval_only: bool) -> None:
     """Check --output_dir and --logging_dir: writable, without another run unless flags allow it."""
-    if settings.output.logging_dir and "tensorboard" in settings.output.report_to:
-        check_place("--logging_dir", Path(settings.output.logging_dir))
-    if settings.output.output_dir is None:
+    if output.logging_dir and "tensorboard" in output.report_to:
+        check_place("--logging_dir", Path(output.logging_dir))
+    if output.output_dir is None:
         return
-    folder = Path(settings.output.output_dir)
+    folder = Path(output.output_dir)
     check_place("--output_dir", folder)
-    check_files_of_run(folder, saves=not (settings.output.no_save or settings.training.eval_only))
-    if holds_a_run(folder) and not settings.output.overwrite and settings.output.resume is None:
+    check_files_of_run(folder, saves=not (output.no_save or eval_only))
+    if holds_a_run(folder) and not output.overwrite and output.resume is None:
         raise UserError(
             f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces "
             "it; or name another folder."
@@ -222,41 +225,34 @@ def holds_a_run(folder: Path) -> bool:
     return status != "failed" or trained or (folder / "checkpoints").exists()
 
 
-def check_export_folder(settings: Settings) -> None:
+def check_export_folder(
+    output: OutputSettings, eval_only: bool, model: str, data: DataSettings
+) -> None:
     """Check the folder of the export, which is replaced as a whole: no input, no other's files."""
-    if (
-        settings.output.no_export
-        or settings.training.eval_only
-        or not (settings.output.export_hf or settings.output.output_dir)
-    ):
+    if output.no_export or eval_only or not (output.export_hf or output.output_dir):
         return
-    flag = "--export_hf" if settings.output.export_hf else "The export,"
-    folder = Path(settings.output.export_hf or f"{settings.output.output_dir}/hf").absolute()
+    flag = "--export_hf" if output.export_hf else "The export,"
+    folder = Path(output.export_hf or f"{output.output_dir}/hf").absolute()
     check_place(flag, folder)
-    needed = {
-        ".": "the current folder",
-        settings.output.output_dir: "--output_dir",
-        settings.output.resume: "--resume",
-    }
-    needed |= {settings.model.model: "--model"} if is_local_model(settings.model.model) else {}
-    needed |= {name: "--dataset" for name, _ in settings.data.dataset if is_local_dataset(name)}
-    needed |= {settings.data.validation_file: "--validation_file"}
+    needed = {".": "the current folder", output.output_dir: "--output_dir"}
+    needed |= {output.resume: "--resume"}
+    needed |= {model: "--model"} if is_local_model(model) else {}
+    needed |= {name: "--dataset" for name, _ in data.dataset if is_local_dataset(name)}
+    needed |= {data.validation_file: "--validation_file"}
     for path, what in ((Path(name).resolve(), what) for name, what in needed.items() if name):
         if folder.resolve() in (path, *path.parents):
             raise UserError(
                 f"{flag} {folder} would replace {what}: name another folder with --export_hf."
             )
-    if settings.output.export_hf and folder.is_dir() and any(folder.iterdir()):
+    if output.export_hf and folder.is_dir() and any(folder.iterdir()):
         described = any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_"))
         exported = described and (folder / "README.md").is_file()
-        if not exported or not (settings.output.overwrite or settings.output.resume is not None):
+        if not exported or not (output.overwrite or output.resume is not None):
             advice = "; or --overwrite." if exported else "."
             raise UserError(f"{flag} {folder} is not empty: name another folder{advice}")
 
 
-def check_nvme_path(settings: Settings) -> None:
+def check_nvme_path(nvme_path: str | None) -> None:
     """Check that --nvme_path exists; `make_nvme_folder` checks its size later."""
-    if settings.parallelism.nvme_path and not Path(settings.parallelism.nvme_path).is_dir():
-        raise UserError(
-            f"--nvme_path {settings.parallelism.nvme_path}: no such folder: create it on an NVMe disk."
-        )
+    if nvme_path and not Path(nvme_path).is_dir():
+        raise UserError(f"--nvme_path {nvme_path}: no such folder: create it on an NVMe disk.")

@@ -4,8 +4,6 @@ Nothing heavy is imported here, so that --help and argument errors appear at onc
 """
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
 
 from support import VERSION
 from support.cli.parser import Parser
@@ -13,6 +11,7 @@ from support.settings import flag_types
 from support.settings.command import CommandSettings
 from support.settings.fields import flags_of
 from support.settings.settings import DEFAULTS, FLAGS, SECTIONS
+from support.strategies.strategy import FlagValues
 
 # Our flag=other names of it, with the same values; --help lists them next to ours.
 _NAMES = """
@@ -131,12 +130,12 @@ def build_parser() -> Parser:
         for name in names:
             add_flag(group, name)
     for name in IGNORED:
-        hidden: dict[str, Any] = {"nargs": "*", "help": argparse.SUPPRESS}
-        parser.add_argument(f"--{name}", f"--no_{name}", action=SetFlag, **hidden)
+        both = f"--{name}", f"--no_{name}"
+        parser.add_argument(*both, action=SetFlag, nargs="*", help=argparse.SUPPRESS)
     return parser
 
 
-def shown_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+def shown_flags(values: FlagValues) -> FlagValues:
     """Return the flags that --print_config and results.json show: those that are on or set.
 
     Args:

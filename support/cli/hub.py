@@ -10,7 +10,7 @@ from pathlib import Path
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.errors import UserError, redact, refused_as
 from support.files.cache import huggingface_home
-from support.settings.settings import Settings
+from support.settings.settings import Hub, Settings
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login
@@ -22,47 +22,52 @@ MODEL_FILES = {
 }
 
 
-def ask_hub(settings: Settings, is_main: bool, is_node_leader: bool) -> tuple[bool, str | None]:
+def ask_hub(settings: Settings, is_main: bool, is_node_leader: bool) -> Hub:
     """Decide whether the hub is used, before any of its libraries is imported.
 
-    One probe replaces the clients' retries. With HF_HUB_OFFLINE, which is set if the hub does not
-    answer, they load from the cache without delay. Only the first rank of a node uses the hub; the
-    others load from the cache that it has filled. Every rank reads a streamed dataset from the hub.
+    Only a run that needs the hub asks it. One probe replaces the clients' retries. With
+    HF_HUB_OFFLINE, which is set if the hub does not answer, they load from the cache without delay.
+    Only the first rank of a node uses the hub; the others load from the cache that it has filled.
+    Every rank reads a streamed dataset from the hub.
 
-    Returns:
-        Whether the hub must not be used; and with --check what is missing without it, or None.
     Raises:
         UserError: without --check: something is missing without the hub.
     """
-    model, datasets = names_on_hub(settings)
+    model, datasets = names_on_hub(settings.model.model, settings.data.dataset)
     pushes = settings.output.push_to_hub and is_main
     reads = (model or datasets or pushes) and (
         is_node_leader or (settings.data.streaming and datasets)
     )
     set_offline, url = is_set_offline(), endpoint()
     if reads and not set_offline and answers(url):
-        return False, None
+        return Hub()
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not reads:
-        return True, None
+        return Hub(offline=True)
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
     reason = redact("HF_HUB_OFFLINE is set" if set_offline else unreachable)
-    problem = _missing(settings, None if scratch_without_hub(settings) else model, datasets)
+    problem = _missing(
+        None if scratch_without_hub(settings.model) else model,
+        not (settings.model.from_scratch or settings.command.show_sample),
+        settings.model.model_revision,
+        datasets,
+    )
     if pushes:
         problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
     if problem and not settings.command.check:
         raise UserError(f"{reason}, and {problem}")
     if is_main and not (problem or set_offline or settings.output.quiet):
         print(f"ℹ️  {reason}: using what is in the cache.")
-    return True, f"{reason}, and {problem}" if problem else None
+    return Hub(offline=True, problem=f"{reason}, and {problem}" if problem else None)
 
 
-def _missing(settings: Settings, model: str | None, datasets: list[str]) -> str:
+def _missing(
+    model: str | None, with_weights: bool, revision: str | None, datasets: list[str]
+) -> str:
     """Return what the cache lacks, and what to do; "" if it has everything."""
     missing = [f"dataset {name}" for name in datasets if not has_dataset(name)]
     if model:
-        with_weights = not (settings.model.from_scratch or settings.command.show_sample)
-        missing += missing_of_model(model, with_weights, settings.model.model_revision)
+        missing += missing_of_model(model, with_weights, revision)
     if not missing:
         return ""
     return (

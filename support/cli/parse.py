@@ -3,7 +3,6 @@
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from support.cli.checks import refuse_conflicts
 from support.cli.flags import IGNORED, build_parser
@@ -14,7 +13,7 @@ from support.optimizers import OPTIMIZERS
 from support.settings.data import Dataset, default_dataset
 from support.settings.settings import DEFAULTS, FLAGS, Settings
 from support.settings.training import default_learning_rate
-from support.strategies.strategy import Flags, Resolved, Strategy
+from support.strategies.strategy import Flags, FlagValues, Resolved, Strategy
 from support.strategies.table import STRATEGIES
 from support.tables import EMBEDDED_MODEL
 
@@ -37,6 +36,7 @@ class CommandLine:
     """The settings that a command line and its files determine."""
 
     settings: Settings
+    given: frozenset[str]  # names of flags on the command line or in the run file
     sources: dict[str, str]  # of the flags that do not have their defaults, by name
     notices: tuple[str, ...]  # lines about what was given and has no effect
 
@@ -58,7 +58,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
     flags.dataset = parse_datasets(flags.dataset or [])
     flags.fsdp = " ".join(flags.fsdp or []) or None
 
-    def change(source: str, **changed: Any) -> None:
+    def change(source: str, **changed: object) -> None:
         vars(flags).update(changed)
         sources.update(dict.fromkeys(changed, source))
 
@@ -91,7 +91,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
         "held_out_share": percentage / 100 if percentage else flags.validation_split,
     }
     settings = Settings.of_flags(vars(flags), computed)
-    return CommandLine(settings, sources, _notices(flags, given, resolved))
+    return CommandLine(settings, given, sources, _notices(flags, given, resolved))
 
 
 def _set_defaults(flags: Options) -> None:
@@ -116,7 +116,7 @@ def _resolve_strategy(flags: Options, given: frozenset[str]) -> Resolved:
     return STRATEGIES[flags.strategy].resolve(merged)
 
 
-def parse_value(name: str, text: str) -> Any:
+def parse_value(name: str, text: str) -> object:
     """Return the value of a flag that has one, from its text.
 
     Raises:
@@ -130,11 +130,11 @@ def output_dir_of(argv: list[str]) -> str:
     return _given(argv)[0].get("output_dir") or ""
 
 
-def _given(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _given(argv: list[str]) -> tuple[FlagValues, dict[str, str]]:
     """Return the values on the command line and in its run file, and where each is from."""
     parser = build_parser()
 
-    def read(arguments: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    def read(arguments: list[str]) -> tuple[FlagValues, dict[str, str]]:
         values = vars(parser.parse_args(arguments))
         options = values.pop("spelled", {})
         if values.keys() & SHORTCUTS:

@@ -7,12 +7,13 @@ and `distributed:` only group keys.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from support.cli.flags import shown_flags
 from support.cli.parser import Parser
 from support.errors import UserError
+from support.files.json_types import JsonObject
 from support.files.user_files import TOO_DEEP, check_depth, printable, read_text, shown
+from support.strategies.strategy import FlagValues
 
 SECTIONS = ("training", "distributed")
 
@@ -63,7 +64,7 @@ def _refuse_repeated(path: str, keys: list[tuple[str, str]]) -> None:
         names[flag] = key
 
 
-def as_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def as_yaml(values: FlagValues, sources: Mapping[str, str]) -> str:
     """Return flags as YAML that --config can read.
 
     A comment after each value names its source: the default, a flag, or a file with its key.
@@ -82,7 +83,7 @@ def as_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     return "".join(lines)
 
 
-def read_yaml(flag: str, path: str) -> dict[str, Any]:
+def read_yaml(flag: str, path: str) -> JsonObject:
     """Return the mapping in a YAML file.
 
     Raises:

@@ -1,9 +1,8 @@
 """Flags of Hugging Face's Trainer and of accelerate that set others."""
 
-from typing import Any
-
 from support.cli.parser import Options
 from support.errors import UserError
+from support.strategies.strategy import FlagValues
 
 TRAINER_STEPS = 500  # Trainer's default of --save_steps and --eval_steps
 # What --do_eval without --do_train sets flags of training to that --eval_only excludes.
@@ -11,7 +10,7 @@ OF_TRAINING = {"save_every": None, "save_epochs": False, "eval_every": None}
 OF_TRAINING |= {"load_best_at_end": False, "auto_micro_batch": False}
 
 
-def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
+def expand(values: dict[str, object], spelled: dict[str, str]) -> None:
     """Set what --bf16, --fp16, --use_cpu, --deepspeed and --fsdp set.
 
     Args:
@@ -43,11 +42,11 @@ def expand(values: dict[str, Any], spelled: dict[str, str]) -> None:
         put("strategy", "fsdp", by="fsdp")
 
 
-def convert(flags: Options) -> dict[str, Any]:
+def convert(flags: Options) -> FlagValues:
     """Return what --do_train, --do_eval, --eval_strategy and --save_strategy set."""
     if flags.do_eval and not flags.do_train:
         return {**OF_TRAINING, "eval_only": True}
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     if (saves := flags.save_strategy) is not None:  # as in Trainer, steps count for "steps" only
         changes["save_every"] = (flags.save_every or TRAINER_STEPS) if saves == "steps" else None
         changes["save_epochs"] = flags.save_epochs or saves == "epoch"

@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from support import console
 from support.cluster.failures import FailureMonitor
 from support.cluster.launch import Launch
 from support.errors import TrainingError
+
+T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,7 +81,7 @@ class DistContext:
         shape = (self.nodes, self.launch.local_world_size)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def once_per_node(self, what: str, prepare: Callable[[], Any]) -> Any:
+    def once_per_node(self, what: str, prepare: Callable[[], T]) -> T:
         """Call `prepare` on local rank 0 of each node while all other ranks wait for all nodes.
 
         They wait in the key-value store and not in a collective, which has a time limit:
@@ -107,14 +109,14 @@ class DistContext:
         dist.all_reduce(requests)
         return requests.item() > 0
 
-    def broadcast_from_rank0(self, value: Any) -> Any:
+    def broadcast_from_rank0(self, value: T) -> T:
         """Broadcast an object from rank 0; return it on every rank."""
         values = [value]
         if self.real_world_size > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the objects of all ranks in their order; in a simulation only that of this one."""
         values = [value] * self.real_world_size
         if self.real_world_size > 1:
@@ -122,7 +124,7 @@ class DistContext:
         return values
 
 
-def require_equal_on_all_ranks(values: list[Any], what: str) -> None:
+def require_equal_on_all_ranks(values: Sequence[object], what: str) -> None:
     """Check that all ranks have the same value; `values` has one per rank."""
     for rank, value in enumerate(values):
         if value != values[0]:

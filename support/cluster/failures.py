@@ -15,10 +15,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from support import console, process
 from support.cluster.restart import Restart
@@ -236,7 +237,7 @@ class FailureMonitor:
         finally:
             self._leave(code)
 
-    def end_together(self, model: Any, code: int) -> NoReturn:
+    def end_together(self, model: nn.Module | None, code: int) -> NoReturn:
         """Exit with `code` at the same time as all other ranks, after everything is written.
 
         Ranks that exit one after the other make ZeRO-3 abort, and the interpreter's shutdown
@@ -251,8 +252,8 @@ class FailureMonitor:
             self._ending.set()
             # The watchdog no longer watches, and NCCL or the I/O threads may block.
             self._exit_at_latest(code, seconds=CLOSE_SECONDS)
-            if hasattr(model, "destroy"):
-                model.destroy()
+            if destroy := getattr(model, "destroy", None):
+                destroy()
             # Groups of gloo need no end. In torch 2.6 it can block: the destructor holds Python's
             # lock and joins threads that wait for it.
             if dist.get_backend() == "nccl":

@@ -31,7 +31,7 @@ from support.cluster.tuning import choose_device
 from support.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from support.files.atomic import remove_temporary_folders
 from support.process import code_digest, exit_now, versions
-from support.settings.settings import Settings
+from support.strategies.strategy import Strategy
 
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 NOTICE_SECONDS = 10  # after which a line names the ranks that are missing
@@ -64,10 +64,12 @@ class Arrival(NamedTuple):
 
 
 def meet_ranks(
-    settings: Settings, launch: Launch, device: torch.device, backend: str
+    timeout_seconds: int, launch: Launch, device: torch.device, backend: str
 ) -> tuple[dist.Store, dist.Store]:
     """Wait in the store until all ranks have started: a collective would hang if one were missing.
 
+    Args:
+        timeout_seconds: the limit of a collective; the wait has another limit, if that is shorter.
     Returns:
         The stores of this start: for messages of the ranks, and for the process group.
     Raises:
@@ -80,7 +82,7 @@ def meet_ranks(
         return dist.HashStore(), FakeStore()
     if launch.world_size == 1:
         return dist.HashStore(), dist.HashStore()  # they need no port
-    seconds = min(settings.cluster.ddp_timeout, ARRIVAL_SECONDS)
+    seconds = min(timeout_seconds, ARRIVAL_SECONDS)
     store = connect(launch, seconds)
     start = meet(store, launch, seconds, RankDevice.of(device))
     # Another connection than the watchdog's: the calls of a connection wait for each other.
@@ -144,17 +146,19 @@ def compare_software(ctx: DistContext) -> None:
     ctx.nodes = sum(is_leader for _, _, is_leader in ranks)
 
 
-def configure_torch(settings: Settings, ctx: DistContext) -> None:
+def configure_torch(
+    ctx: DistContext, strategy: Strategy, deterministic: bool, compiles: bool
+) -> None:
     """Set TF32, and what --deterministic and --compile ask for."""
     # Use TF32 tensor cores for fp32 where available. NVIDIA's variable disables them in its
     # libraries; on a CPU it has no effect of its own, and PyTorch would use the CPU's TF32.
     tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
-    torch.use_deterministic_algorithms(settings.training.deterministic)
+    torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
-    if settings.model.compile:
-        configure_compiler(ctx.device, settings.parallelism.configured.hooks_between_layers)
+    if compiles:
+        configure_compiler(ctx.device, strategy.hooks_between_layers)
 
 
 def replace_all_reduce(model: DistributedDataParallel) -> None:
@@ -162,11 +166,11 @@ def replace_all_reduce(model: DistributedDataParallel) -> None:
     model.register_comm_hook(None, noop_hook)
 
 
-def group_options(settings: Settings, ctx: DistContext) -> dict[str, Any]:
+def group_options(strategy: Strategy, ctx: DistContext) -> dict[str, Any]:
     """Return keyword arguments of `dist.init_process_group`: `backend`, and maybe `device_id`."""
     if ctx.backend != "nccl":
         return {"backend": ctx.backend}
-    return settings.parallelism.configured.group_options(ctx.device, ctx.world_size)
+    return strategy.group_options(ctx.device, ctx.world_size)
 
 
 def connect(launch: Launch, seconds: float) -> dist.Store:

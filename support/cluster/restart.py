@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypedDict
 
 from support import process
 from support.cluster.launch import agent_hosts_store, stopped_before_start
 from support.errors import UserError
 from support.files import atomic
-from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
+from support.strategies.strategy import FlagValues, Strategy
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,11 +29,19 @@ if TYPE_CHECKING:
 READY_SECONDS = 10  # for all ranks to see that they restart
 
 
+class RestartValues(TypedDict):
+    """The flags that change in a restart."""
+
+    batch_size: int
+    gradient_accumulation_steps: int
+    output_dir: str
+
+
 @dataclass
 class Restart:
     """What a rank needs to start again with a smaller micro-batch."""
 
-    values: dict  # the flags that change, by name
+    values: RestartValues
     useful: Callable[[], bool]  # whether the micro-batch may be the cause of an error now
 
     def wait_for_ranks(self, store: dist.Store, rank: int, ranks: int) -> None:
@@ -80,7 +88,8 @@ def record_end(error: UserError) -> bool:
     Returns:
         True: the error is to be reported (see `FailureMonitor.record_with`).
     """
-    path = Path(json.loads(os.environ[process.RESTARTED])["output_dir"]) / "results.json"
+    values: RestartValues = json.loads(os.environ[process.RESTARTED])
+    path = Path(values["output_dir"]) / "results.json"
     with contextlib.suppress(OSError, ValueError):  # a full disk, or a host without the folder
         results = atomic.read_json(path)
         if results["status"] == "running":
@@ -89,7 +98,7 @@ def record_end(error: UserError) -> bool:
     return True
 
 
-def restart_values(training: TrainingSettings, folder: Path) -> dict:
+def restart_values(training: TrainingSettings, folder: Path) -> RestartValues:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
     The micro-batch has more than one sequence.
@@ -101,10 +110,12 @@ def restart_values(training: TrainingSettings, folder: Path) -> dict:
     return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
 
 
-def continue_restarted(settings: Settings) -> Settings:
-    """Return the arguments with the `restart_values` that started this program."""
-    values = json.loads(os.environ[process.RESTARTED])
-    strategy = settings.parallelism.configured.with_micro_batches(
-        values["batch_size"], values["gradient_accumulation_steps"]
-    )
-    return settings.replace(**values, configured=strategy)
+def restarted_with(strategy: Strategy) -> FlagValues:
+    """Return the `restart_values` that started this program, and the strategy for them.
+
+    Args:
+        strategy: of the command line, which a restart does not change.
+    """
+    values: RestartValues = json.loads(os.environ[process.RESTARTED])
+    micro_batches = values["batch_size"], values["gradient_accumulation_steps"]
+    return {**values, "configured": strategy.with_micro_batches(*micro_batches)}

@@ -24,9 +24,6 @@ from support.units import AMPERE
 if TYPE_CHECKING:
     import torch
 
-    from support.settings.settings import Settings
-
-
 # Parameters of glibc's mallopt(3), with their numbers in <malloc.h>.
 MALLOC = {"TRIM_THRESHOLD": -1, "TOP_PAD": -2, "MMAP_THRESHOLD": -3, "MMAP_MAX": -4}
 # Every torch from 2.6 to 2.13 reads the first variable. torch 2.9 announces the second one but does
@@ -40,13 +37,16 @@ def choose_hardware(device: str) -> None:
         gpus.hide_gpus()
 
 
-def tune_process(settings: Settings, launch: Launch) -> None:
+def tune_process(
+    launch: Launch, compiles: bool, deterministic: bool, verbose: bool, quiet: bool
+) -> None:
     """Set what libraries read once, when they are imported: threads, allocator, log levels.
 
     A variable that the user has set keeps its value.
 
     Args:
-        args: --compile, --deterministic, --verbose, --quiet.
+        compiles: --compile.
+        deterministic, verbose, quiet: the flags of these names.
     """
     env = os.environ
     if "OMP_NUM_THREADS" not in env or is_launchers_default(launch.launcher):
@@ -61,15 +61,15 @@ def tune_process(settings: Settings, launch: Launch) -> None:
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     prefer_own_ninja()
     defaults = {"TOKENIZERS_PARALLELISM": "true", "KINETO_LOG_LEVEL": "99"}  # logs start and end
-    if not settings.model.compile:
+    if not compiles:
         # torch creates this folder when it is imported, by default an empty one in TMPDIR.
         defaults["TORCHINDUCTOR_CACHE_DIR"] = tempfile.gettempdir()
     # DeepSpeed 0.19.0 to 0.19.4 call nvcc when they are imported on a machine with a GPU, for ops
     # that only inference uses, and fail without nvcc. 0.19.5 prints a warning for each op.
     defaults["DS_IGNORE_CUDA_DETECTION"] = "1"
-    if settings.training.deterministic:
+    if deterministic:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it
-    if not settings.debug.verbose:
+    if not verbose:
         if not sys.warnoptions:  # PYTHONWARNINGS, or python -W
             warnings.simplefilter("ignore")
         # torch's message about nvcc on a machine without a GPU; bitsandbytes, which peft imports.
@@ -81,7 +81,7 @@ def tune_process(settings: Settings, launch: Launch) -> None:
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
             "DATASETS_VERBOSITY": "error",
         }
-        if settings.output.quiet or not (launch.is_main and sys.stderr.isatty()):
+        if quiet or not (launch.is_main and sys.stderr.isatty()):
             bars = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
             defaults |= dict.fromkeys(bars, "1")
     for name, value in defaults.items():

@@ -6,20 +6,29 @@ prove        --prove: makes one step in several ways and compares them
 show_sample  --show_sample: prints a training sequence as tokens
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from support.settings.settings import Settings
+from support.settings.command import CommandSettings
+
+if TYPE_CHECKING:
+    from support.cluster.context import DistContext
+    from support.settings.settings import Settings
 
 
-def command_of(settings: Settings) -> Callable | None:
+def command_of(command: CommandSettings) -> Callable[[Settings, DistContext], int] | None:
     """Return --check or --show_sample, to be called on all ranks instead of training, or None.
 
-    It is a function of (args, ctx) that returns the exit code.
+    It is a function of (settings, ctx) that returns the exit code.
     """
-    if settings.command.check:
-        from support.commands.check import check as command
-    elif settings.command.show_sample:
-        from support.commands.show_sample import show_sample as command
-    else:
-        return None
-    return command
+    if command.check:
+        from support.commands.check import check
+
+        return check
+    if command.show_sample:
+        from support.commands.show_sample import show_sample
+
+        return show_sample
+    return None

@@ -28,13 +28,15 @@ from support.cluster.gpus import require_usable
 from support.cluster.tuning import available_cores
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, UserError, redact
 from support.files.cache import cache_folder
-from support.memory.fit import remedies
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
+from support.memory.fit import remedies
 from support.process import versions
 from support.report.run_plan import memory_limits, planned_work
-from support.settings.data import choose_seq_length
-from support.settings.settings import Settings
+from support.settings.data import DataSettings, choose_seq_length
+from support.settings.output import OutputSettings
+from support.settings.settings import Hub, Settings
+from support.strategies.strategy import Strategy
 from support.units import GB, MB
 
 OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
@@ -68,8 +70,22 @@ def check(settings: Settings, ctx: DistContext) -> int:
         The exit code: 0 if the chosen strategy can run on every rank, 2 if a GPU cannot be used, as
         in a run, or 1.
     """
-    parts = (_software, _gpu, _compile, _requirements, _nvme, _disk, _limits, _memory, _hub)
-    own_lines = [line for part in parts if (line := part(settings, ctx))]
+    strategy, output, training = settings.parallelism.configured, settings.output, settings.training
+    # Only one rank per node: several would share the bandwidth.
+    measures_nvme = strategy.needs_nvme and ctx.launch.is_node_leader
+    nvme_folder = settings.parallelism.nvme_path or tempfile.gettempdir()
+    results = [
+        _software(strategy),
+        _gpu(training.device, ctx),
+        _compile(ctx.device.type) if settings.model.compile else None,
+        _requirements(strategy, training.gradient_accumulation_steps),
+        _nvme(nvme_folder) if measures_nvme else None,
+        _disk(output, training.eval_only, settings.model.model, settings.data),
+        _limits(),
+        _memory(settings, ctx),
+        _hub(settings.hub),
+    ]
+    own_lines = [line for line in results if line]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
     communication = [_communication(ctx), _rendezvous(ctx)]
@@ -105,21 +121,22 @@ def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
 # ------------------------------------------------------------------------------------- this machine
 
 
-def _software(settings: Settings, ctx: DistContext) -> Line:
-    needed = [*IMPORTED, *settings.parallelism.configured.packages]
+def _software(strategy: Strategy) -> Line:
+    needed = [*IMPORTED, *strategy.packages]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     text = ", ".join(f"{name} {number}" for name, number in versions().items())[len("python ") :]
     text += f"; No module named {', '.join(missing)}" if missing else ""
     return _line(not missing, "Python", text, "pip install -r requirements.txt", PROBLEM)
 
 
-def _gpu(settings: Settings, ctx: DistContext) -> Line | None:
+def _gpu(wanted: str, ctx: DistContext) -> Line:
+    """Describe the GPU, or the CPU if --device (`wanted`) or the machine allows nothing else."""
     if ctx.device.type != "cuda":
         try:
             require_usable()
         except UserError as error:
             return Line(PROBLEM, GPU, str(error))
-        found = "not used" if settings.training.device == "cpu" else "none found"
+        found = "not used" if wanted == "cpu" else "none found"
         text = f"{found}; training in {ctx.precision} on {available_cores()} CPU cores"
         return Line(OK, GPU, text)
     gpu = torch.cuda.get_device_properties(ctx.device)
@@ -133,21 +150,18 @@ def _gpu(settings: Settings, ctx: DistContext) -> Line | None:
     return _line(free >= 0.8 * total, GPU, text, remedy)
 
 
-def _compile(settings: Settings, ctx: DistContext) -> Line | None:
-    if not settings.model.compile:
-        return None
+def _compile(device_type: str) -> Line:
     try:
-        check_compile(ctx.device.type)
+        check_compile(device_type)
     except UserError as error:
         return Line(PROBLEM, "torch.compile", str(error))
     return Line(OK, "torch.compile", "has a compiler")
 
 
-def _requirements(settings: Settings, ctx: DistContext) -> Line | None:
+def _requirements(strategy: Strategy, accumulation: int) -> Line | None:
     """Check the releases that the strategy needs, DeepSpeed's ops, and what compiles them."""
-    strategy = settings.parallelism.configured
     try:
-        strategy.check_requirements(settings.training.gradient_accumulation_steps)
+        strategy.check_requirements(accumulation)
     except UserError as error:
         return Line(PROBLEM, "requirements", str(error))
     if not strategy.needed_ops():
@@ -156,10 +170,7 @@ def _requirements(settings: Settings, ctx: DistContext) -> Line | None:
     return Line(OK, "DeepSpeed ops", f"the first run compiles {missing}" if missing else "ready")
 
 
-def _nvme(settings: Settings, ctx: DistContext) -> Line | None:
-    if not (settings.parallelism.configured.needs_nvme and ctx.launch.is_node_leader):
-        return None  # only one rank per node: several would share the bandwidth
-    folder = settings.parallelism.nvme_path or tempfile.gettempdir()
+def _nvme(folder: str) -> Line:
     try:
         written, read = _disk_speed(folder)
     except OSError as error:
@@ -196,17 +207,14 @@ def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
-def _disk(settings: Settings, ctx: DistContext) -> Line | None:
-    """Check the free space for results, checkpoints and tokens."""
+def _disk(output: OutputSettings, eval_only: bool, model: str, data: DataSettings) -> Line:
+    """Check the folder of the export, and the free space for results, checkpoints and tokens."""
     try:
-        checks.check_export_folder(settings)
+        checks.check_export_folder(output, eval_only, model, data)
     except UserError as error:
         return Line(PROBLEM, "output", str(error))
     free = {}
-    for folder in (
-        Path(settings.output.output_dir or "runs"),
-        cache_folder(settings.data.cache_dir),
-    ):
+    for folder in (Path(output.output_dir or "runs"), cache_folder(data.cache_dir)):
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
         free[folder] = shutil.disk_usage(existing).free
     text = "; ".join(f"{folder} {size / GB:.1f} GB free" for folder, size in free.items())
@@ -218,13 +226,13 @@ def _disk(settings: Settings, ctx: DistContext) -> Line | None:
     return _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
 
 
-def _limits(settings: Settings, ctx: DistContext) -> Line | None:
+def _limits() -> Line:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy, status = "ulimit -n 65536 before the run", PROBLEM if files < 128 else WARNING
     return _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
 
 
-def _memory(settings: Settings, ctx: DistContext) -> Line | None:
+def _memory(settings: Settings, ctx: DistContext) -> Line:
     limits = memory_limits(ctx)
     owner = "GPU" if ctx.device.type == "cuda" else "process"
     capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
@@ -246,12 +254,12 @@ def _memory(settings: Settings, ctx: DistContext) -> Line | None:
     return _line(fits, "memory", text, remedy, PROBLEM)
 
 
-def _hub(settings: Settings, ctx: DistContext) -> Line | None:
-    if settings.hub.problem:
-        return Line(PROBLEM, "hub", settings.hub.problem)
+def _hub(hub: Hub) -> Line:
+    if hub.problem:
+        return Line(PROBLEM, "hub", hub.problem)
     answers = f"{redact(os.environ.get('HF_ENDPOINT', 'https://huggingface.co'))} answers"
     local = "not needed: the model and the dataset are local or cached"
-    return Line(OK, "hub", local if settings.hub.offline else answers)
+    return Line(OK, "hub", local if hub.offline else answers)
 
 
 # --------------------------------------------------------------------------------- between machines

@@ -22,7 +22,7 @@ def prefetch(settings: Settings, launch: Launch) -> NoReturn:
     reach the hub. With --streaming a dataset of the hub is not downloaded.
     """
     with single_process(launch) as ctx:
-        remote, _ = names_on_hub(settings)
+        remote, _ = names_on_hub(settings.model.model, settings.data.dataset)
         verb = "Downloading, unless it is in the cache," if remote else "Reading"
         console.print0(f"⏳ {verb} {settings.model.model}")
         tokenizer, _ = models.find_tokenizer(settings, ctx)
@@ -36,7 +36,7 @@ def prefetch(settings: Settings, launch: Launch) -> NoReturn:
             )
         console.print0(
             f"✅ Prefetched: files of the hub are in {huggingface_home()}, tokens in "
-            f"{cache_folder(settings.data.cache_dir)}. With HF_HUB_OFFLINE=1 a run with these flags needs "
-            "no network."
+            f"{cache_folder(settings.data.cache_dir)}. With HF_HUB_OFFLINE=1 a run with these "
+            "flags needs no network."
         )
     sys.exit(EXIT_COMPLETED)

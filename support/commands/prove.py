@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingErr
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
 from support.settings.settings import DEFAULTS, Settings
+from support.settings.training import TrainingSettings
+from support.strategies.strategy import FlagValues
 from support.text_tables import text_table
 
 PYTHON = sys.executable  # tests replace it
@@ -45,8 +47,7 @@ SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no settin
     # only rounding (the bias of keys) would move by the learning rate.
     "adam_epsilon": 1e-4,
 }
-ALONE: dict[str, Any] = {"strategy": "dp", "ds_config": None, "nvme_path": None}
-ALONE |= {"fsdp_config": None, "fsdp": None}
+ALONE = {"strategy": "dp", **dict.fromkeys(("ds_config", "nvme_path", "fsdp_config", "fsdp"))}
 OF_A_LAUNCH = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 # The largest differences that count as equal; LEGEND has their units.
@@ -65,8 +66,8 @@ class Way(NamedTuple):
     """One way to make the step."""
 
     name: str
-    command: list
-    flags: dict  # those that differ from the user's
+    command: list[Path | str]  # arguments of Python
+    flags: FlagValues  # those that differ from the user's
 
 
 class Step(NamedTuple):
@@ -83,18 +84,19 @@ def prove(settings: Settings) -> int:
     settings = settings.replace(max_grad_norm=settings.training.max_grad_norm or 1.0)
     require_usable()
     # Without a number the flag is True.
-    ranks = (
-        usable_gpus() or 2 if settings.command.prove is True else int(settings.command.prove or 0)
-    )
+    wanted = settings.command.prove
+    ranks = usable_gpus() or 2 if wanted is True else int(wanted or 0)
     print("🔎 One step in fp32, without dropout", flush=True)
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
     rows, problems, reference = [], [], None
     try:
-        for number, way in enumerate(ways_of(settings, ranks)):
+        flags = settings.flags()
+        kept = {name: flags[name] for name in (*KEPT, "fsdp", "max_grad_norm")}
+        for number, way in enumerate(ways_of(settings.parallelism.strategy, ranks)):
             print(f"⏳ {way.name}", flush=True)
             output = temporary.path / str(number)
-            run(way, settings, output)
-            step = step_of(output, settings)
+            run(way, kept, output)
+            step = step_of(output, settings.training)
             reference = reference or step
             differences, norm, worst = compare(reference, step, settings.training.lr)
             numbers = [f"{value:.1e}" if number else "–" for value in differences.values()]
@@ -114,7 +116,7 @@ def prove(settings: Settings) -> int:
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
 
-def ways_of(settings: Settings, ranks: int) -> list[Way]:
+def ways_of(strategy: str, ranks: int) -> list[Way]:
     """Return the ways to make the step, the reference first."""
     size = math.ceil(SEQUENCES / (2 * ranks))  # two micro-batches of each rank
     count = 2 * ranks * size
@@ -125,7 +127,7 @@ def ways_of(settings: Settings, ranks: int) -> list[Way]:
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
     torchrun = [*torchrun, f"--master_port={free_port()}"] if ranks > 1 else []
     whole, parts = f"{count} at once", f"{count} × 1 accumulated"
-    name = f"{ranks} rank{'s' * (ranks > 1)} of {settings.parallelism.strategy}, 2 × {size} each"
+    name = f"{ranks} rank{'s' * (ranks > 1)} of {strategy}, 2 × {size} each"
     return [
         Way(f"1 process, {whole}", [SCRIPT], at_once),
         Way(f"1 process, {parts}", [SCRIPT], accumulated),
@@ -136,10 +138,12 @@ def ways_of(settings: Settings, ranks: int) -> list[Way]:
     ]
 
 
-def run(way: Way, settings: Settings, output: Path) -> None:
-    """Run a way as a child process, which writes to the folder `output`."""
-    kept = {name: value for name, value in settings.flags().items() if name in KEPT}
-    kept |= {"fsdp": settings.trainer.fsdp, "max_grad_norm": settings.training.max_grad_norm}
+def run(way: Way, kept: FlagValues, output: Path) -> None:
+    """Run a way as a child process, which writes to the folder `output`.
+
+    Args:
+        kept: flags of the user, which the way may change.
+    """
     flags = {**DEFAULTS, **kept, **SETTINGS, **way.flags, "output_dir": str(output)}
     run_file = output.with_suffix(".yaml")
     run_file.write_text(as_yaml(flags, sources={}), encoding="utf-8")
@@ -152,21 +156,19 @@ def run(way: Way, settings: Settings, output: Path) -> None:
     command = [PYTHON, *map(str, way.command), "--config", str(run_file)]
     code, log = programs.run_program(command, env)
     if code:
-        if settings.debug.verbose:
+        if kept["verbose"]:
             print(log)
         kind: type[UserError] = {2: UserError, 3: OutOfMemory}.get(code, TrainingError)
         raise kind(f"{way.name}: {last_error(log) or f'exit code {code}'}")
 
 
-def step_of(folder: Path, settings: Settings) -> Step:
+def step_of(folder: Path, training: TrainingSettings) -> Step:
     """Return the step of a run."""
     record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
     # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
-    clipping = max(1, (record["grad_norm"] + 1e-6) / settings.training.max_grad_norm)
-    return Step(
-        record["loss"], clipping / (1 - settings.training.adam_beta1), OwnCheckpoint(folder)
-    )
+    clipping = max(1, (record["grad_norm"] + 1e-6) / training.max_grad_norm)
+    return Step(record["loss"], clipping / (1 - training.adam_beta1), OwnCheckpoint(folder))
 
 
 def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:

@@ -1,6 +1,6 @@
 """--show_sample: prints the first training sequence as tokens, and marks those that are trained."""
 
-from typing import Any
+from transformers import PreTrainedTokenizerBase
 
 from support import console
 from support.cluster.context import DistContext
@@ -37,7 +37,7 @@ def show_sample(settings: Settings, ctx: DistContext) -> int:
     return EXIT_COMPLETED
 
 
-def describe(ids: list[int], labels: list[int], tokenizer: Any) -> list[str]:
+def describe(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return a heading, and one line for each token: position, id, mark, text.
 
     Args:

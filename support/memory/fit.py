@@ -15,8 +15,7 @@ from support.memory.estimate import MemoryEstimate, predict, supporting
 from support.strategies.strategy import Strategy
 from support.strategies.table import OFFLOADING, ON_DEVICE, PREFERENCE
 from support.units import GB
-from support.workload.architectures import Architecture, read_architecture
-from support.workload.workload import Workload, adapters
+from support.workload.workload import Workload
 
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 

@@ -28,6 +28,7 @@ from support.files.user_files import read_json, read_text
 from support.model import weights
 from support.model.loss import add_loss, computes_loss, returns_plain_logits
 from support.settings.data import choose_seq_length
+from support.settings.model import ModelSettings
 from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
 from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
@@ -197,7 +198,7 @@ def find_model(settings: Settings, ctx: DistContext) -> ModelSpec:
     """
     _be_quiet(settings)
     console.print0("📥 Loading model and tokenizer...")
-    if not settings.hub.offline and names_on_hub(settings)[0]:
+    if not settings.hub.offline and names_on_hub(settings.model.model, settings.data.dataset)[0]:
         console.print0(f"⏳ Downloading {settings.model.model}, unless it is in the cache")
     # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
     shared = ctx.real_world_size > 1 or not settings.parallelism.configured.whole_parameters
@@ -259,18 +260,18 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks or list(max(lists, key=size, default=[]))
 
 
-def prepare_forward(model: nn.Module, settings: Settings, spec: ModelSpec) -> None:
+def prepare_forward(model: nn.Module, model_settings: ModelSettings, spec: ModelSpec) -> None:
     """Apply --gradient_checkpointing and --compile, then remove random weights from the disk."""
-    if settings.model.gradient_checkpointing:
+    if model_settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if settings.model.compile:
+    if model_settings.compile:
         layers = transformer_blocks(model)  # identical ones share a graph
         if computes_loss(model):
             layers.append(model.get_output_embeddings())
         for layer in layers:
             layer.compile()
     dist.barrier()  # all ranks have read the weights
-    if not settings.model.merge_lora:  # --merge_lora reads the weights again at the end
+    if not model_settings.merge_lora:  # --merge_lora reads the weights again at the end
         spec.remove_drawn_weights()  # the temporary folder of weights that were drawn from --seed
 
 
@@ -329,7 +330,7 @@ def _locate(settings: Settings) -> tuple[transformers.PretrainedConfig, str, str
         return _gpt2_config(settings.model.model, 0.0, 0), embedded_tokenizer(settings), None, []
     from support.model.download import download
 
-    if is_local_model(settings.model.model) or not scratch_without_hub(settings):
+    if is_local_model(settings.model.model) or not scratch_without_hub(settings.model):
         folder = (
             settings.model.model if is_local_model(settings.model.model) else download(settings)
         )

@@ -14,12 +14,12 @@ from support.cluster.context import DTYPES, DistContext
 from support.data.chat import prompt_for
 from support.errors import Preempted
 from support.files.json_types import JsonObject
-from support.report.run_plan import RunPlan
 from support.model import export, push
 from support.model.generate import generate
 from support.model.resolve import ModelSpec
 from support.report import results
 from support.report.run_folder import RESULTS, RunFolder
+from support.report.run_plan import RunPlan
 from support.report.start import Run
 from support.settings.output import OutputSettings
 from support.settings.settings import Settings

@@ -16,9 +16,9 @@ from support.cluster import tuning
 from support.cluster.context import DistContext
 from support.errors import TrainingError, redact
 from support.memory import measure
-from support.report.run_plan import RunPlan
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
+from support.report.run_plan import RunPlan
 from support.report.step_meter import StepMeter
 from support.settings.settings import Settings
 from support.train_state import TrainState

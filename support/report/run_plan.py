@@ -55,7 +55,9 @@ class RunPlan:
     work: Workload | UserError  # an error says why the estimate does not support the run
 
     @classmethod
-    def of(cls, settings: Settings, ctx: DistContext, config: JsonObject, seq_length: int) -> RunPlan:
+    def of(
+        cls, settings: Settings, ctx: DistContext, config: JsonObject, seq_length: int
+    ) -> RunPlan:
         """Plan a run.
 
         Args:

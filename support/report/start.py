@@ -13,12 +13,12 @@ from support.checkpoints.manager import CheckpointManager
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
-from support.report.run_plan import RunPlan, keeps_large_tensors
 from support.memory.measure import StepMemory
 from support.model.resolve import ModelSpec
 from support.report.metrics_file import FILE, MetricsFile
 from support.report.profiling import start_trace
 from support.report.run_folder import RunFolder
+from support.report.run_plan import RunPlan, keeps_large_tensors
 from support.report.start_log import StartLog
 from support.report.step_log import StepLog
 from support.report.step_meter import StepMeter, create_meter, loss_bytes

@@ -194,7 +194,7 @@ def test_fp32_without_tf32_if_it_is_the_default_of_the_comparison(
         f"""case "$*" in
         *hardware*) printf '0\\nfacts\\n' ;; *'(*STRATEGIES)'*) echo dp zero1 offload fsdp ;;
         *free_port*) echo 1 ;;
-        *parse_arguments*) echo {default} ;;
+        *read_command_line*) echo {default} ;;
         *torch.distributed.run*) echo "${{NVIDIA_TF32_OVERRIDE-}} $*" > '{tmp_path}/run' ;;
         esac""",
     )

@@ -1,10 +1,11 @@
-"""The strategies that CONTRIBUTING.md adds: its diffs are applied to a copy of the project."""
+"""What CONTRIBUTING.md adds, a setting and strategies: its diffs are applied to a copy."""
 
 import json
 import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,20 +36,24 @@ def apply(diff: str, project: Path) -> None:
         file.write_text("\n".join(lines) + "\n")
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """The project with both examples."""
-    folder = tmp_path_factory.mktemp("copy") / "project"
+def copy_with(title: str, folder: Path) -> Path:
+    """A copy of the project with the examples of a section of CONTRIBUTING.md."""
     names = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True)
     for name in names.stdout.splitlines():
         if name.startswith(("support/", "scripts/", "real_model", "ds_config", "compare_")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, folder / name)
     text = (PROJECT / "CONTRIBUTING.md").read_text("utf-8")
-    section = text[text.index("## Adding a strategy") : text.index("## Adding a dataset format")]
+    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
     for diff in re.findall(r"```diff\n(.*?)```", section, re.DOTALL):
         apply(diff, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project with both strategies."""
+    return copy_with("Adding a strategy", tmp_path_factory.mktemp("copy") / "project")
 
 
 def losses(copy: Path, strategy: str, folder: Path, *flags: str) -> list[float]:
@@ -60,6 +65,18 @@ def losses(copy: Path, strategy: str, folder: Path, *flags: str) -> list[float]:
     assert process.returncode == 0, out + err
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
+
+
+def test_a_setting_is_a_flag_and_a_key_of_a_run_file(tmp_path):
+    copy = copy_with("Adding a setting", tmp_path / "project")
+    (tmp_path / "run.yaml").write_text("lr_floor: 0.1\n")
+    command = [sys.executable, "real_model_example.py", "--config", tmp_path / "run.yaml"]
+    run = partial(subprocess.run, cwd=copy, capture_output=True, text=True, check=True)
+    assert "lr_floor: 0.1  # " in run([*command, "--print_config"]).stdout
+    assert (
+        "lr_floor: 0.2  # --lr_floor" in run([*command, "--lr_floor=.2", "--print_config"]).stdout
+    )
+    assert re.search(r"--lr_floor LR_FLOOR +share of --lr", run([*command, "--help"]).stdout)
 
 
 @pytest.mark.slow

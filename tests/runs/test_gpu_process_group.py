@@ -33,7 +33,8 @@ def test_group_that_deepspeed_clones_is_bound_to_the_gpu(
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
     ctx = SimpleNamespace(backend="nccl", device=GPU, world_size=ranks)
-    options = process_group.group_options(parse_arguments(["--strategy", strategy]), ctx)
+    configured = parse_arguments(["--strategy", strategy]).parallelism.configured
+    options = process_group.group_options(configured, ctx)
     assert options == {"backend": "nccl", **({"device_id": GPU} if bound else {})}
 
 
@@ -42,7 +43,8 @@ def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, prelo
     (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true}')
     flags = ["--strategy", "fsdp", "--fsdp_config", str(tmp_path / "fsdp.json")]
     ctx = SimpleNamespace(backend="nccl", device=GPU, world_size=2)
-    backend = process_group.group_options(parse_arguments(flags), ctx)["backend"]
+    strategy = parse_arguments(flags).parallelism.configured
+    backend = process_group.group_options(strategy, ctx)["backend"]
     backend = {"nccl": "cuda:nccl"}.get(backend, backend)  # gloo alone would take all tensors
     program = [sys.executable, "-m", "tests.helpers.host_gradients"]
     command = [*program, backend.replace("nccl", "gloo"), tmp_path / "store"]

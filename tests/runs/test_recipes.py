@@ -18,7 +18,7 @@ import yaml
 from conftest import PROJECT, skip, slow
 from local_hub import GPT2, WIKITEXT, serving, write_gpt2, write_wikitext
 
-from support.cli.parse import parse_arguments
+from support.cli.parse import read_command_line
 from support.report.cost import human_time
 from support.units import GB
 
@@ -48,8 +48,7 @@ def test_the_command_of_a_recipe_is_valid_and_uses_each_of_its_keys(name):
     assert recipe.start[recipe.start.index("--config") + 1] == recipe.file
     assert documents.unknown_flags(recipe.start) == []
     assert documents.usage_error(recipe.start) == ""
-    settings = parse_arguments(["--config", recipe.file])
-    assert settings.notices == ()
+    assert read_command_line(["--config", recipe.file]).notices == ()
     command = [sys.executable, "real_model_example.py", "--config", recipe.file, "--print_config"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,7 +19,7 @@ MODEL = ModelSizes(64, 10**6, 10**5, tied=True)
 
 @pytest.fixture
 def read(tmp_path):
-    """read(content, *flags) -> arguments with a DeepSpeed file; a dict is added to stage 2."""
+    """read(content, *flags) -> settings with a DeepSpeed file; a dict is added to stage 2."""
 
     def parse(content, *flags):
         path = tmp_path / "ds.json"
@@ -56,13 +56,15 @@ def scheduler(kind: str, **params) -> dict:
             ["--warmup_steps", "9"],
             {"lr_scheduler": "linear"},
         ),
-        (zero(1), ["--strategy", "dp"], {"configured_strategy": STRATEGIES["dp"]}),
+        (zero(1), ["--strategy", "dp"], {"strategy": "dp"}),
     ],
 )
 def test_values_of_the_file_are_used(read, content, flags, values):
     settings = read(content, *flags)
     assert {name: settings.flags()[name] for name in values} == values
-    assert "scheduler" not in (getattr(settings.parallelism.configured, "config", None) or {})
+    strategy = settings.parallelism.configured
+    assert "scheduler" not in (getattr(strategy, "config", None) or {})
+    assert (strategy == STRATEGIES["dp"]) == ("dp" in flags)
 
 
 @pytest.mark.parametrize(
@@ -149,17 +151,15 @@ def test_adam_of_a_file_is_pytorchs(read, content, needs_no_op):
 
 def test_the_timer_that_synchronizes_is_off(read):
     for content, enabled in (({}, False), ({"timers": {"throughput": {"enabled": True}}}, True)):
-        whole = complete_ds_config(
-            read(content).parallelism.configured.config, "fp32", MODEL, 1, None
-        )
+        config = read(content).parallelism.configured.config
+        whole = complete_ds_config(config, "fp32", MODEL, 1, None)
         assert whole["timers"] == {"throughput": {"enabled": enabled}}
 
 
 def test_loss_scaling_of_a_file_is_kept(read):
     own = {"hysteresis": 4, "loss_scale_window": 100, "initial_scale_power": 8}
-    whole = complete_ds_config(
-        read({"fp16": own}).parallelism.configured.config, "fp16", MODEL, 2, None
-    )
+    config = read({"fp16": own}).parallelism.configured.config
+    whole = complete_ds_config(config, "fp16", MODEL, 2, None)
     assert whole["fp16"] == {"enabled": True, **own}
 
 
@@ -184,14 +184,12 @@ def test_the_written_file_means_the_same(tmp_path, strategy):
     """It has no "auto", and gives the same configuration without the other flags."""
     flags = ["--batch_size", "3", "--lr", "3e-4", "--adam_beta2", "0.95", "--precision", "bf16"]
     settings = parse_arguments(["--strategy", strategy, *flags, "--nvme_path", str(tmp_path)])
-    assert settings.parallelism.configured.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    first = complete_ds_config(
-        settings.parallelism.configured.config, "bf16", MODEL, 1, str(tmp_path)
-    )
-    setup.write_config(replace(settings.parallelism.configured, config=first), tmp_path)
+    configured = settings.parallelism.configured
+    assert configured.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    first = complete_ds_config(configured.config, "bf16", MODEL, 1, str(tmp_path))
+    setup.write_config(replace(configured, config=first), tmp_path)
     again = parse_arguments(["--ds_config", str(tmp_path / "ds_config.json")])
-    assert (again.strategy, again.lr, again.batch_size) == (strategy, 3e-4, 3)
-    assert (
-        complete_ds_config(again.parallelism.configured.config, "bf16", MODEL, 1, str(tmp_path))
-        == first
-    )
+    assert (again.parallelism.strategy, again.training.lr) == (strategy, 3e-4)
+    assert again.training.batch_size == 3
+    config = again.parallelism.configured.config
+    assert complete_ds_config(config, "bf16", MODEL, 1, str(tmp_path)) == first

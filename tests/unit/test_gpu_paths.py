@@ -27,7 +27,6 @@ from support.errors import MissingRequirement, UserError
 from support.model.resolve import configure_transformers
 from support.report.start_log import say_settings
 from support.report.step_meter import StepMeter
-from support.settings.settings import Settings
 from support.units import PHASES
 from support.workload.architectures import read_architecture
 from support.workload.workload import Workload
@@ -295,8 +294,9 @@ def test_gpus_that_slurm_assigned_and_nobody_sees(monkeypatch, capsys, assigned,
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     if assigned:
         monkeypatch.setenv("SLURM_GPUS_ON_NODE", assigned)
-    args = Settings(device=device, epochs=10, batch_size=32, lr=0.001)
-    say_settings(args, SimpleNamespace(device=torch.device("cpu"), precision="fp32", world_size=1))
+    flags = ["--device", device, "--epochs", "10", "--batch_size", "32", "--lr", "0.001"]
+    ctx = SimpleNamespace(device=torch.device("cpu"), precision="fp32", world_size=1)
+    say_settings(parse_arguments(flags), ctx)
     lines = capsys.readouterr().out.splitlines()
     assert ("Slurm" in lines[0]) == noticed
     assert lines[-2].startswith("Device: cpu")
@@ -329,7 +329,7 @@ def test_threads_that_the_user_has_chosen_are_kept(
     monkeypatch.setattr(tuning, "available_cores", lambda: 8)
     monkeypatch.setattr(tuning, "return_freed_memory", lambda: None)
     monkeypatch.setattr(tuning.os, "environ", {"PATH": "/bin", **own})
-    tuning.tune_process(Settings(), Launch(launcher, 0, 0, 2, 2, 0, "a", 29500))
+    tuning.tune_process(Launch(launcher, 0, 0, 2, 2, 0, "a", 29500), *[False] * 4)
     assert tuning.os.environ["OMP_NUM_THREADS"] == threads
 
 
@@ -394,7 +394,7 @@ def test_filters_of_warnings_that_the_user_has_chosen_are_kept(monkeypatch):
         monkeypatch.setattr(tuning.sys, "warnoptions", options)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            tuning.tune_process(Settings(), ALONE)
+            tuning.tune_process(ALONE, *[False] * 4)
             assert warnings.filters[0][0] == first
 
 

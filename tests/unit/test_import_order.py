@@ -15,8 +15,8 @@ from support import PROJECT
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
     *(["startup"], ["commands"], ["report"], ["checkpoints"], ["data", "model"]),
-    *(["cluster", "memory"], ["cli"], ["strategies"], ["workload"], ["files", "programs"]),
-    *(["process"], ["errors"]),
+    *(["cluster", "memory"], ["cli"], ["settings"], ["strategies"], ["workload"]),
+    *(["files", "programs"], ["process"], ["errors"]),
     ["console", "entry_points", "optimizers", "patches", "tables", "text_tables"],
     ["train_state", "units"],
 ]

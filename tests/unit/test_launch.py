@@ -14,7 +14,7 @@ import pytest
 from support import process
 from support.cli.parse import parse_arguments
 from support.cluster.launch import detect_launch
-from support.cluster.restart import continue_restarted, restart_values
+from support.cluster.restart import restart_values, restarted_with
 from support.errors import UserError
 
 # Task 1 of two, the first of its node.
@@ -172,23 +172,24 @@ def test_a_process_with_a_wrong_rank_reports_it_at_once(monkeypatch):
 
 
 def test_the_micro_batch_is_halved_and_the_global_batch_stays():
-    settings = SimpleNamespace()
-    for settings.training.batch_size, settings.training.gradient_accumulation_steps, new in (
+    training = SimpleNamespace()
+    for training.batch_size, training.gradient_accumulation_steps, new in (
         (8, 3, (4, 6)),
         (5, 2, (2, 5)),  # the largest divisor of the global batch below 5
     ):
-        values = restart_values(settings, Path("out"))
+        values = restart_values(training, Path("out"))
         assert (values["batch_size"], values["gradient_accumulation_steps"]) == new
 
 
 def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     settings = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
-    values = restart_values(settings, Path("out"))
+    values = restart_values(settings.training, Path("out"))
     monkeypatch.setenv(process.RESTARTED, json.dumps(values))
-    changed = continue_restarted(settings)
+    changed = settings.replace(**restarted_with(settings.parallelism.configured))
     config = changed.parallelism.configured.config
-    assert (changed.batch_size, changed.gradient_accumulation_steps) == (4, 2)
-    assert (changed.output_dir, changed.given) == ("out", settings.given)
+    assert (changed.training.batch_size, changed.training.gradient_accumulation_steps) == (4, 2)
+    assert changed.output.output_dir == "out"
+    assert values.keys() == {"batch_size", "gradient_accumulation_steps", "output_dir"}
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2
     assert config["train_batch_size"] == settings.parallelism.configured.config["train_batch_size"]

@@ -106,7 +106,7 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="exports its model to hf/"):
-        check_model_path(parse_arguments(["--model", str(tmp_path)]))
+        check_model_path(parse_arguments(["--model", str(tmp_path)]).model)
 
 
 def test_hosts_that_do_not_share_the_folder_are_found(tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ def test_a_model_whose_weights_may_not_be_read(tmp_path, monkeypatch):
     # Root may read every file.
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors .*permission denied.*chmod"):
-        check_model_path(parse_arguments(["--model", str(tmp_path)]))
+        check_model_path(parse_arguments(["--model", str(tmp_path)]).model)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,8 @@ def test_a_run_whose_files_are_of_another_kind_is_refused(tmp_path, name, flag):
     path = tmp_path / name
     path.write_text("") if name == "checkpoints" else path.mkdir()
     with pytest.raises(UserError, match=name):
-        check_output_dir(parse_arguments(["--output_dir", str(tmp_path), flag]))
+        settings = parse_arguments(["--output_dir", str(tmp_path), flag])
+        check_output_dir(settings.output, settings.training.eval_only)
     assert os.listdir(tmp_path) == [name]
 
 

@@ -1,7 +1,6 @@
 """--prove: the ways it compares, and what counts as equal."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +9,7 @@ from support.commands.prove import SEQUENCES, TOLERANCES, describe_problem, ways
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
 def test_each_way_makes_one_step_on_all_sequences(ranks):
-    ways = ways_of(SimpleNamespace(strategy="zero3"), ranks)
+    ways = ways_of("zero3", ranks)
     for way, count in zip(ways, [1, 1, ranks, 1, 1], strict=True):
         batch = way.flags["batch_size"] * way.flags.get("gradient_accumulation_steps", 1)
         assert batch * count == way.flags["num_samples"] >= SEQUENCES

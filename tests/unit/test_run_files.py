@@ -1,4 +1,4 @@
-"""The arguments, described once; run files (--config), what overrides them, --print_config."""
+"""The settings, described once; run files (--config), what overrides them, --print_config."""
 
 import dataclasses
 from typing import get_args, get_type_hints
@@ -6,15 +6,15 @@ from typing import get_args, get_type_hints
 import pytest
 from conftest import PROJECT
 
-from support.cli.parse import output_dir_of, parse_arguments
+from support.cli.parse import output_dir_of, parse_arguments, read_command_line
 from support.cli.run_file import as_yaml
 from support.errors import UserError
-from support.settings.data import choose_seq_length
+from support.settings.data import Dataset, choose_seq_length
 from support.settings.fields import flags_of
-from support.settings.settings import SECTIONS
+from support.settings.settings import SECTION_OF, SECTIONS
 
 
-def test_arguments_are_frozen():
+def test_settings_are_frozen():
     settings = parse_arguments(["--lr", "1e-3"])
     with pytest.raises(AttributeError):
         settings.training.lr = 1
@@ -60,11 +60,11 @@ STAGE3 = f"{PROJECT}/ds_config_stage3.json"
 
 @pytest.fixture
 def read(tmp_path):
-    """read(text, *flags) -> the arguments of a run file and flags."""
+    """read(text, *flags) -> the command line with a run file and flags."""
 
     def parse(text, *flags):
         (tmp_path / "run.yaml").write_text(text)
-        return parse_arguments(["--config", str(tmp_path / "run.yaml"), *flags])
+        return read_command_line(["--config", str(tmp_path / "run.yaml"), *flags])
 
     return parse
 
@@ -76,7 +76,7 @@ def read(tmp_path):
         ("fp16: false\nbf16: true", {"precision": "bf16"}),
         ("save_strategy: no\neval_strategy: no", {"eval": False, "save_every": None}),
         ("resume_from_checkpoint: false", {"resume": None}),
-        ("dataset: ['a:1', 'b:2']", {"dataset": "a:1 b:2"}),
+        ("dataset: ['a:1', 'b:2']", {"dataset": (Dataset("a", "1"), Dataset("b", "2"))}),
         ('{"learning_rate": 1e-3, "do_train": true}', {"lr": 1e-3}),  # run_clm.py's JSON
         ("fsdp: [full_shard, auto_wrap]", {"strategy": "fsdp"}),
         (f"deepspeed: {STAGE3}", {"strategy": "zero3", "ds_config": STAGE3}),
@@ -85,7 +85,7 @@ def read(tmp_path):
     ],
 )
 def test_run_file(read, text, values):
-    settings = read(text)
+    settings = read(text).settings
     assert {name: settings.flags()[name] for name in values} == values
 
 
@@ -96,11 +96,11 @@ def test_run_file(read, text, values):
         ("bf16: true", ["--precision", "fp32"], {"precision": "fp32"}),
         (f"deepspeed: {STAGE3}", ["--strategy=dp"], {"strategy": "dp"}),
         ("no_eval: true", ["--eval"], {"eval": True}),
-        ("dataset: [a:1, b:2]", ["--dataset", "c"], {"dataset": "c", "mixture": ()}),
+        ("dataset: [a:1, b:2]", ["--dataset", "c"], {"dataset": (Dataset("c"),)}),
     ],
 )
 def test_the_command_line_overrides_the_file(read, text, flags, values):
-    settings = read(text, *flags)
+    settings = read(text, *flags).settings
     assert {name: settings.flags()[name] for name in values} == values
 
 
@@ -143,11 +143,12 @@ PRINTED = (
 
 @pytest.mark.parametrize("flags", PRINTED)
 def test_printed_settings_are_a_run_file(read, flags):
-    first = parse_arguments([*flags])
-    again = read(as_yaml(first))
-    unprinted = {"config", "given", "sources", "bf16", "do_eval", "save_strategy", "eval_strategy"}
-    for name in vars(first).keys() - unprinted:
-        assert getattr(again, name) == getattr(first, name), name
+    line = read_command_line([*flags])
+    first, again = line.settings, read(as_yaml(line.settings.flags(), line.sources)).settings
+    unprinted = {"config", "bf16", "do_eval", "save_strategy", "eval_strategy"}
+    for name in SECTION_OF.keys() - unprinted:
+        section = SECTION_OF[name]
+        assert getattr(getattr(again, section), name) == getattr(getattr(first, section), name)
 
 
 def test_printed_settings_name_their_sources(read, tmp_path):
@@ -155,7 +156,8 @@ def test_printed_settings_name_their_sources(read, tmp_path):
         '{"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}'
     )
     text = f"micro_batch_size: 2\nseed: 3\nds_config: {tmp_path}/ds.json"
-    lines = as_yaml(read(text, "--bf16", "--check")).splitlines()
+    line = read(text, "--bf16", "--check")
+    lines = as_yaml(line.settings.flags(), line.sources).splitlines()
     file, ds = f"{tmp_path}/run.yaml", f"{tmp_path}/ds.json"
     for line in (
         f"batch_size: 2  # {file}: micro_batch_size",

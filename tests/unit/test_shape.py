@@ -12,7 +12,7 @@ SCRIPT = PROJECT / "real_model_example.py"
 IMPORTED_NAMES, LOOP_LINES, SCREEN_LINES, BUILD_LINES = 17, 40, 50, 45
 # Code that knows an engine or a strategy: by its name, its row, or an attribute of its library.
 ASKS = re.compile(
-    r"""STRATEGIES\[ | \bengine\b\s*[!=]= | args\.strategy\s*([!=]=|in\b)
+    r"""STRATEGIES\[ | \bengine\b\s*[!=]= | (args|parallelism)\.strategy\s*([!=]=|in\b)
     | (has|get)attr\([^)]*"(ds_|fp32_partitioned|ipg_|set_requires_gradient_sync)""",
     re.VERBOSE,
 )

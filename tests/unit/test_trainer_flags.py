@@ -9,7 +9,7 @@ from conftest import PROJECT
 from real_model_example import create_optimizer, learning_rate, parameter_groups
 from support.cli.checks import check_data_paths
 from support.cli.flags import FLAGS, IGNORED, RENAMED
-from support.cli.parse import parse_arguments
+from support.cli.parse import parse_arguments, read_command_line
 from support.errors import UserError
 from support.strategies.fsdp.options import FsdpOptions
 
@@ -62,7 +62,7 @@ def test_what_a_flag_sets(flags, values):
 )
 def test_data_that_does_not_fit_is_refused(flags, says):
     with pytest.raises(UserError, match=says):
-        check_data_paths(parse_arguments(flags))
+        check_data_paths(parse_arguments(flags).data)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_file_of_fsdp(tmp_path):
 
     def read(**content):
         (tmp_path / "fsdp.json").write_text(json.dumps(content))
-        return parse_arguments(["--strategy=fsdp", f"--fsdp_config={tmp_path}/fsdp.json"])
+        return read_command_line(["--strategy=fsdp", f"--fsdp_config={tmp_path}/fsdp.json"])
 
-    settings = read(
+    line = read(
         fsdp_sharding_strategy="SHARD_GRAD_OP",
         fsdp_mixed_precision="BFLOAT16",
         fsdp_transformer_layer_cls_to_wrap="GPT2Block, Other",
@@ -141,20 +141,20 @@ def test_file_of_fsdp(tmp_path):
         backward_prefetch="backward_pre",
         _comment="mine",
     )
-    options = settings.parallelism.configured.options
-    assert settings.training.precision == "bf16" and options.layers == ("GPT2Block", "Other")
+    options = line.settings.parallelism.configured.options
+    assert line.settings.training.precision == "bf16" and options.layers == ("GPT2Block", "Other")
     assert not options.reshard_after_forward and options.wrap_layers
-    assert settings.notices[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
-    assert read(sharding_strategy="no_shard").strategy == "dp"
+    assert line.notices[0].endswith("option: fsdp_use_orig_params, backward_prefetch")
+    assert read(sharding_strategy="no_shard").settings.parallelism.strategy == "dp"
     with pytest.raises(UserError, match=r"fsdp\.json: sharding_strategy HALF"):
         read(sharding_strategy="half")
 
 
 def test_ignored_flags_are_reported():
-    [line] = parse_arguments(["--do_train", "--log_level", "info", "--use_cache"]).notices
+    [line] = read_command_line(["--do_train", "--log_level", "info", "--use_cache"]).notices
     assert line.startswith("Ignored") and "--log_level, --use_cache" in line
-    assert parse_arguments([]).notices == ()
+    assert read_command_line([]).notices == ()
     without = ["--logging_dir", "x", "--report_to", "none"]  # a usual pair in old command lines
-    assert parse_arguments(without).notices == (
+    assert read_command_line(without).notices == (
         "--logging_dir is used by --report_to tensorboard only: ignored",
     )
