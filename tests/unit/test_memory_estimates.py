@@ -11,7 +11,7 @@ from support.cli.parse import parse_arguments
 from support.errors import UserError
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
-from support.memory.fit import Limits, fitting_split, planned_work, recommend, remedies
+from support.memory.fit import Limits, check_is_planned, fitting_split, recommend, remedies
 from support.memory.measure import over_ranks
 from support.units import GB, KB, MB
 from support.workload.workload import Workload, adapters
@@ -26,7 +26,8 @@ LOCKED_BY_OFFLOAD = (2 * 2**29 + 2**28) + (2 * 2**19 + 2**18) + 2**27 + 8 * (MAT
 
 def test_options_of_fsdp_are_not_estimated():
     with pytest.raises(UserError):
-        planned_work(parse_arguments(["--fsdp", "full_shard offload"]), None, None)
+        strategy = parse_arguments(["--fsdp", "full_shard offload"]).parallelism.configured
+        check_is_planned(strategy, eval_only=False)
 
 
 def test_cuda_locks_host_memory_in_powers_of_two():
