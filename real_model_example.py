@@ -140,7 +140,6 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     run = Run.open(settings, ctx)  # creates <output_dir>, writes results.json
     checkpoint = CheckpointManager.find(settings, ctx, run.folder)  # None without --resume
     spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
-    settings = settings.replace(seq_length=spec.seq_length(settings))
     run.announce_model(settings, spec)
     # The data is prepared first, so that errors in it are reported before the weights are loaded.
     datasets = prepare_dataset(settings, ctx, spec)
@@ -151,7 +150,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     manager = CheckpointManager(settings, ctx, run.folder / "checkpoints", objects, spec, datasets)
     # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
     counters = manager.resume(checkpoint)
-    state = batches.train_state(counters, datasets.train, settings, ctx.world_size)
+    state = batches.train_state(counters, datasets.train, settings.training, ctx.world_size)
     if run.was_complete_at(settings, state):  # --resume of a completed run
         run.finish_completed_run(settings, manager, state, autocast(objects, ctx))
         return objects.model
@@ -174,11 +173,15 @@ def prepare_dataset(
     Returns:
         The training and the validation sequences, and facts for results.json.
     """
+    # Micro-batches are padded to a few lengths; to one with --compile, which compiles each length.
+    whole = settings.model.compile or ctx.simulated
+    padding = opening.Padding.of(spec.seq_length, whole, ctx.device.type)
     if settings.data.streaming:  # reads and tokenizes while training
-        datasets = opening.open_stream(settings, ctx, spec.tokenizer)
+        open_data = opening.open_stream
     else:
-        datasets = opening.open_tokenized(settings, ctx, spec.tokenizer)
-    opening.check_validation(datasets.validation, settings)
+        open_data = opening.open_tokenized
+    datasets = open_data(settings.data, settings.training, ctx, spec.tokenizer, padding)
+    opening.check_validation(datasets.validation, settings.training)
     return datasets
 
 

@@ -64,7 +64,7 @@ class CheckpointManager:
         settings = self.settings
         self.model, self.module = self.objects.model, self.objects.module
         # The training sequences of --streaming, whose position is saved.
-        self.stream = datasets.train if settings.data.streaming else None
+        self.stream = datasets.stream
         self.identity = run_signature(settings, self.ctx, self.spec, datasets.facts, self.module)
         self.state: Any = None  # the ShardedState of this rank; None with --eval_only
         if not settings.training.eval_only:

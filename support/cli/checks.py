@@ -8,6 +8,7 @@ from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import read_text
 from support.settings.data import default_dataset
+from support.settings.model import ModelSettings
 from support.settings.settings import Settings
 from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
@@ -121,9 +122,9 @@ def is_local_dataset(name: str) -> bool:
     return os.path.exists(name) or name.endswith(DATA_SUFFIXES) or is_local_model(name)
 
 
-def scratch_without_hub(settings: Settings) -> bool:
+def scratch_without_hub(model_settings: ModelSettings) -> bool:
     """Return whether the model needs nothing from the hub: GPT-2 with random weights."""
-    return settings.model.from_scratch and settings.model.model in GPT2_SHAPES
+    return model_settings.from_scratch and model_settings.model in GPT2_SHAPES
 
 
 def names_on_hub(settings: Settings) -> tuple[str | None, list[str]]:

@@ -47,7 +47,7 @@ def ask_hub(settings: Settings, is_main: bool, is_node_leader: bool) -> tuple[bo
         return True, None
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
     reason = redact("HF_HUB_OFFLINE is set" if set_offline else unreachable)
-    problem = _missing(settings, None if scratch_without_hub(settings) else model, datasets)
+    problem = _missing(settings, None if scratch_without_hub(settings.model) else model, datasets)
     if pushes:
         problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
     if problem and not settings.command.check:

@@ -229,12 +229,8 @@ def _memory(settings: Settings, ctx: DistContext) -> Line | None:
     capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
     try:
         model = find_architecture(settings.model.model)
-        settings = settings.replace(
-            seq_length=choose_seq_length(
-                settings.data.seq_length, settings.model.model, model.limit
-            )
-        )
-        work = fit.planned_work(settings, ctx, model)
+        length = choose_seq_length(settings.data.seq_length, settings.model.model, model.limit)
+        work = fit.planned_work(settings, ctx, model, length)
     except UserError as error:
         return Line(WARNING, "memory", f"{capacity}; not planned", str(error))
     estimate = predict(work, settings.parallelism.strategy)

@@ -114,9 +114,11 @@ def check_is_planned(settings: Settings) -> None:
         )
 
 
-def planned_work(settings: Settings, ctx, model: Architecture) -> Workload:
+def planned_work(settings: Settings, ctx, model: Architecture, seq_length: int) -> Workload:
     """Describe this run for the memory estimate.
 
+    Args:
+        seq_length: tokens of a sequence.
     Raises:
         UserError: the estimate does not support the run (see `check_is_planned`).
     """
@@ -126,7 +128,7 @@ def planned_work(settings: Settings, ctx, model: Architecture) -> Workload:
         model,
         ctx.world_size,
         training.batch_size,
-        settings.data.seq_length,
+        seq_length,
         ctx.precision,
         chosen.gradient_checkpointing,
         training.gradient_accumulation_steps,
@@ -163,7 +165,8 @@ def estimate_of(settings: Settings, ctx, spec) -> MemoryEstimate | None:
     """Return the memory estimate of this run, or None if it does not support the run."""
     try:
         model = read_architecture(spec.config.to_dict(), settings.model.model)
-        return predict(planned_work(settings, ctx, model), settings.parallelism.strategy)
+        work = planned_work(settings, ctx, model, spec.seq_length)
+        return predict(work, settings.parallelism.strategy)
     except UserError:
         return None
 
@@ -187,9 +190,8 @@ def ways_to_fit(settings: Settings, ctx, spec) -> list[str]:
         UserError: the estimate does not support the architecture or the configuration.
     """
     model = read_architecture(spec.config.to_dict(), settings.model.model)
-    return describe_remedies(
-        planned_work(settings, ctx, model), settings.parallelism.strategy, memory_limits(ctx)
-    )
+    work = planned_work(settings, ctx, model, spec.seq_length)
+    return describe_remedies(work, settings.parallelism.strategy, memory_limits(ctx))
 
 
 def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryEstimate]:

@@ -7,10 +7,10 @@ from support import console
 from support.cli.hub import LOGIN_COMMAND
 from support.cluster.context import DistContext
 from support.errors import TrainingError, UserError, first_line, refused_as
-from support.settings.settings import Settings
+from support.settings.output import OutputSettings
 
 
-def open_repository(settings: Settings, folder: Path, ctx: DistContext) -> str | None:
+def open_repository(output: OutputSettings, folder: Path, ctx: DistContext) -> str | None:
     """Create the repository, so that a missing permission ends the run before the training.
 
     Args:
@@ -22,19 +22,16 @@ def open_repository(settings: Settings, folder: Path, ctx: DistContext) -> str |
         return None
     from huggingface_hub import HfApi
 
-    name = settings.output.hub_model_id or re.sub(
-        r"[^A-Za-z0-9_]+", "-", folder.absolute().name
-    ).strip("-")
+    of_folder = re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
+    name = output.hub_model_id or of_folder
     advice = f"log in with `{LOGIN_COMMAND}`, or set HF_TOKEN to a token that may write"
     with refused_as(f"--push_to_hub failed ({advice} to {name})", 200):
         api = HfApi()
         if "/" not in name:
             name = f"{api.whoami()['name']}/{name}"
-        api.create_repo(
-            name, private=True if settings.output.hub_private_repo else None, exist_ok=True
-        )
+        api.create_repo(name, private=output.hub_private_repo or None, exist_ok=True)
         # create_repo does not change a repository that exists.
-        is_public = settings.output.hub_private_repo and not api.model_info(name).private
+        is_public = output.hub_private_repo and not api.model_info(name).private
     if is_public:
         raise UserError(
             f"--hub_private_repo: {name} exists and is public. Make it private in its settings on "

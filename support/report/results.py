@@ -234,7 +234,7 @@ def _share_of_peak(
     if peak is None:
         return None
     config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
-    shape = config.num_hidden_layers, config.hidden_size, settings.data.seq_length
+    shape = config.num_hidden_layers, config.hidden_size, spec.seq_length
     return rate * flops_per_token(*matmul, *shape) / peak
 
 

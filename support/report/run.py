@@ -102,7 +102,7 @@ class Run:
         if settings.output.push_to_hub:
             from support.model.push import open_repository
 
-            run._repository = open_repository(settings, run.folder, ctx)
+            run._repository = open_repository(settings.output, run.folder, ctx)
         memory = run.memory = MemoryByPhase(ctx.device)
         ctx.monitor.report_hangs(run.folder, lambda: memory.doing)
         ctx.monitor.explain_memory_with(memory.describe)
@@ -142,10 +142,11 @@ class Run:
     def model_loaded(self, settings: Settings, spec: ModelSpec) -> None:
         """Print and record the size of the model."""
         self.memory.note("model_loaded")
-        if settings.output.generate:  # fails on an unusable prompt before the training
+        if text := settings.output.generate:  # fails on an unusable prompt before the training
             from support.data.chat import prompt_for
 
-            prompt_for(settings, spec.tokenizer, self.facts["dataset"])
+            eval_only = settings.training.eval_only
+            prompt_for(text, spec.tokenizer, self.facts["dataset"], eval_only)
         print0, whole = console.print0, spec.parameters
         print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
@@ -163,9 +164,7 @@ class Run:
                     "contain them, cannot be used without them: --merge_lora exports both."
                 )
         self.facts.update(
-            parameters=whole,
-            trainable_parameters=spec.trainable,
-            seq_length=settings.data.seq_length,
+            parameters=whole, trainable_parameters=spec.trainable, seq_length=spec.seq_length
         )
 
     def start_training(
@@ -183,7 +182,8 @@ class Run:
         if settings.output.report_to and ctx.is_main:
             from support.report.trackers import Trackers
 
-            self.trackers = Trackers(settings, self.folder, state.step)
+            length = manager.spec.seq_length
+            self.trackers = Trackers(settings, self.folder, state.step, length)
         if settings.debug.profile:
             from support.report.profiling import start_trace
 
@@ -480,11 +480,12 @@ class Run:
     ) -> None:
         """Export and generate if requested and missing; `state` is None if nothing was trained."""
         folder = export.finish(manager.trained_model(state), self, self.target, settings)
-        if settings.output.generate:
+        if text := settings.output.generate:
             from support.data.chat import prompt_for
             from support.model.generate import generate
 
-            prompt = prompt_for(settings, manager.spec.tokenizer, self.facts.get("dataset") or {})
+            tokenizer, dataset = manager.spec.tokenizer, self.facts.get("dataset") or {}
+            prompt = prompt_for(text, tokenizer, dataset, settings.training.eval_only)
             sample = generate(
                 manager.model, casting, manager.spec, prompt, settings.training.seed, self.ctx
             )

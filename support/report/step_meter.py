@@ -29,10 +29,7 @@ def create_meter(
     state: TrainState,
 ) -> StepMeter:
     """Return the meter of this rank's steps, which measures the memory of the last one."""
-    tokens, vocabulary = (
-        settings.training.batch_size * settings.data.seq_length,
-        spec.text_config.vocab_size,
-    )
+    tokens, vocabulary = settings.training.batch_size * spec.seq_length, spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
         if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32

@@ -88,9 +88,10 @@ class Trackers:
     One that fails, for example on a full disk, is dropped with a notice, and training continues.
     """
 
-    def __init__(self, settings: Settings, folder: Path, step: int):
+    def __init__(self, settings: Settings, folder: Path, step: int, seq_length: int):
         values = {
             **settings.flags(),
+            "seq_length": seq_length,
             "dataset": settings.data.dataset_name,
             "tags": ", ".join(settings.output.tags),
         }

@@ -26,7 +26,7 @@ LOCKED_BY_OFFLOAD = (2 * 2**29 + 2**28) + (2 * 2**19 + 2**18) + 2**27 + 8 * (MAT
 
 def test_options_of_fsdp_are_not_estimated():
     with pytest.raises(UserError):
-        planned_work(parse_arguments(["--fsdp", "full_shard offload"]), None, None)
+        planned_work(parse_arguments(["--fsdp", "full_shard offload"]), None, None, 512)
 
 
 def test_cuda_locks_host_memory_in_powers_of_two():
