@@ -250,7 +250,7 @@ def train_and_evaluate(
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        step_batches = rest_of_epoch(datasets.train, run, training, ctx)
+        step_batches = rest_of_epoch(datasets, run, training, ctx)
         train_epoch(run, step_batches, training, ctx)
         due = state.evaluation_is_due
 
@@ -380,17 +380,18 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def rest_of_epoch(
-    train_data: opening.TrainData, run: start.Run, training: TrainingSettings, ctx: DistContext
+    datasets: opening.Datasets, run: start.Run, training: TrainingSettings, ctx: DistContext
 ) -> Iterable[batches.StepBatch]:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
     Their order depends on the seed and the epoch only.
     """
-    if not isinstance(train_data, opening.Sequences):  # --streaming: in the order of the stream
-        return train_data.step_batches(ctx.device)
-    order = train_data.epoch_order(training.seed, run.state.epoch)[run.state.position :]
+    train, state = datasets.train, run.state
+    if not isinstance(train, opening.Sequences):  # a stream has its own order
+        return train.step_batches(ctx.device)
+    order = train.epoch_order(training.seed, state.epoch)[state.position :]
     accumulation = training.gradient_accumulation_steps
-    shares = split_over_ranks(train_data, order, training.batch_size, accumulation, ctx)
+    shares = split_over_ranks(train, order, training.batch_size, accumulation, ctx)
     return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
 
 

@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import gc
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,32 +28,45 @@ from transformers import Trainer, TrainingArguments
 
 from support.checkpoints.convert import write_checkpoint
 from support.checkpoints.format import step_folder
+from support.cluster.launch import Launch
 from support.cluster.process_group import single_process
 from support.data.opening import open_tokenized
+from support.data.sequences import Padding, Sequences
 from support.model import resolve as models
 from support.settings.settings import Settings
+from support.settings.training import TrainingSettings
 from support.units import IGNORED
 
-# Flags that have the same name and meaning in TrainingArguments.
+# Flags of training that have the same name and meaning in TrainingArguments.
 SAME = """
     gradient_accumulation_steps max_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
-    max_grad_norm gradient_checkpointing seed
+    max_grad_norm seed
     """.split()
 
 
-def main(settings: Settings, launch) -> None:
+def main(settings: Settings, launch: Launch) -> None:
     """Load model and data as real_model_example.py does, and make the step."""
     gc.enable()  # which startup.start has disabled for the imports
+    data, training, chosen = settings.data, settings.training, settings.model
+    assert settings.output.output_dir  # --prove gives it
     with single_process(launch) as ctx:
         spec = models.find_model(settings, ctx)
         spec.chunked_loss = False
-        settings = settings.replace(seq_length=spec.seq_length(settings))
-        train, _, _ = open_tokenized(settings, ctx, spec.tokenizer)
-        make_step(settings, spec.load(ctx), train)
+        padding = Padding.of(spec.seq_length, chosen.compile, ctx.device.type)
+        train = open_tokenized(data, training, ctx, spec.tokenizer, padding).train
+        assert isinstance(train, Sequences)  # --prove excludes --streaming
+        folder = Path(settings.output.output_dir)
+        make_step(spec.load(ctx), train, training, chosen.gradient_checkpointing, folder)
 
 
-def make_step(settings: Settings, model: nn.Module, train) -> None:
-    """Make a step on the sequences `train`, and write it to --output_dir."""
+def make_step(
+    model: nn.Module,
+    train: Sequences,
+    training: TrainingSettings,
+    gradient_checkpointing: bool,
+    folder: Path,
+) -> None:
+    """Make a step on the sequences `train`, and write it to the folder of a run."""
 
     def as_batch(indices: list[int]) -> dict[str, torch.Tensor]:
         inputs, labels, positions = train.read(np.array(indices))
@@ -64,15 +76,13 @@ def make_step(settings: Settings, model: nn.Module, train) -> None:
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions}
         return {name: tensor for name, tensor in batch.items() if tensor is not None}
 
-    assert settings.output.output_dir  # --prove gives it
-    folder = Path(settings.output.output_dir)
-    flags = settings.flags()
     arguments = TrainingArguments(
         str(folder / "trainer"),
-        **{name: flags[name] for name in SAME},
-        per_device_train_batch_size=settings.training.batch_size,
-        learning_rate=settings.training.lr,
-        lr_scheduler_type=settings.training.lr_scheduler,
+        **{name: getattr(training, name) for name in SAME},
+        gradient_checkpointing=gradient_checkpointing,
+        per_device_train_batch_size=training.batch_size,
+        learning_rate=training.lr,
+        lr_scheduler_type=training.lr_scheduler,
         optim="adamw_torch_fused",
         use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
@@ -80,8 +90,8 @@ def make_step(settings: Settings, model: nn.Module, train) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    data: Any = range(train.num_sequences)
-    trainer = Trainer(model, arguments, as_batch, data)
+    indices = range(train.num_sequences)
+    trainer = Trainer(model, arguments, as_batch, train_dataset=indices)
     loss = trainer.train().training_loss
     norm = next(log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}

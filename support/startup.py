@@ -174,7 +174,7 @@ def run_on_all_ranks(
         ctx.precision = choose_precision(settings.training.precision, ctx.device)
         if command := command_of(settings.command):
             monitor.end_together(None, command(settings, ctx))  # does not return
-        configure_transformers(settings, ctx)
+        configure_transformers(settings.data.isolates_documents, ctx)
         model = train(settings, ctx)
     except Preempted as preempted:
         monitor.end_together(preempted.model, EXIT_PREEMPTED)

@@ -94,7 +94,7 @@ class CheckpointManager:
             settings.output,
             settings.training.load_best_at_end,
             identity=run_signature(settings, ctx, spec, datasets.facts, objects.module),
-            stream=datasets.train if settings.data.streaming else None,
+            stream=datasets.stream,
             _state=None if settings.training.eval_only else objects.sharded_state(ctx.device),
         )
 
@@ -195,9 +195,7 @@ class CheckpointManager:
 
     def is_due(self, state: TrainState) -> bool:
         """Whether to save a checkpoint of the current step: --save_every, --save_epochs."""
-        every_steps = (
-            self.output.save_every and state.step % self.settings.output.save_every == 0
-        )
+        every_steps = self.output.save_every and state.step % self.output.save_every == 0
         return bool(every_steps or (self.output.save_epochs and state.at_end_of_epoch))
 
     def stop_requested(self, stop: torch.Tensor) -> bool:

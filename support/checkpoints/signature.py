@@ -72,6 +72,7 @@ def run_signature(
     validation = dataset.get("validation") or {}
     revision = f"@{settings.model.model_revision}" if settings.model.model_revision else ""
     should_match = flags_signature(data, training, ctx.world_size)["soft"] | {
+        "seq_length": spec.seq_length,
         "model": os.path.normpath(settings.model.model) + revision,
         "dataset": dataset["sha256"],
         "blocks": dataset["blocks"],

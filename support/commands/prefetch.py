@@ -27,9 +27,9 @@ def prefetch(settings: Settings, launch: Launch) -> NoReturn:
         console.print0(f"⏳ {verb} {settings.model.model}")
         tokenizer, _ = models.find_tokenizer(settings, ctx)
         if not settings.data.streaming:
-            announce(settings)
+            announce(settings.data)
             for name, _ in settings.data.dataset:
-                tokenize_corpus(settings, ctx, tokenizer, name)
+                tokenize_corpus(settings.data, ctx, tokenizer, name, settings.training.eval_only)
         elif not is_local_dataset(settings.data.dataset_name):
             console.warn(
                 f"--streaming reads {settings.data.dataset_name} from the hub while it trains."

@@ -1,10 +1,13 @@
 """--show_sample: prints the first training sequence as tokens, and marks those that are trained."""
 
-from transformers import PreTrainedTokenizerBase
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from support import console
 from support.cluster.context import DistContext
-from support.data.opening import open_tokenized
+from support.data.opening import open_stream, open_tokenized
 from support.data.sequences import Padding, micro_batch
 from support.errors import EXIT_COMPLETED
 from support.model import resolve as models
@@ -12,25 +15,22 @@ from support.settings.data import choose_seq_length
 from support.settings.settings import Settings
 from support.units import IGNORED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def show_sample(settings: Settings, ctx: DistContext) -> int:
     """Tokenize the dataset and print its first training sequence; return the exit code."""
     tokenizer, positions = models.find_tokenizer(settings, ctx)
-    settings = settings.replace(
-        seq_length=choose_seq_length(settings.data.seq_length, settings.model.model, positions)
-    )
-    if settings.data.streaming:
-        from support.data import streaming
-
-        stream, _, _ = streaming.open_stream(settings, ctx, tokenizer)
-        parts = stream.first_sequence()
-    else:
-        train, _, _ = open_tokenized(settings.replace(eval_only=False), ctx, tokenizer)
-        parts = train.parts(0)
+    data = settings.data
+    length = choose_seq_length(data.seq_length, settings.model.model, positions)
+    padding = Padding.of(length, settings.model.compile, ctx.device.type)
+    training = replace(settings.training, eval_only=False)
+    open_data = open_stream if data.streaming else open_tokenized
+    parts = open_data(data, training, ctx, tokenizer, padding).train.first_sequence()
     if ctx.is_main:
         # Without padding, whose id may be that of a token at the end.
         length = sum(len(ids) for ids, _ in parts)
-        padding = Padding.of(settings, ctx.device.type)
         inputs, labels = (row[0, :length].tolist() for row in micro_batch([parts], padding)[:2])
         for line in describe(inputs, labels, tokenizer):
             console.write(line)

@@ -4,11 +4,14 @@ opening         from --dataset to the training and validation sequences of a run
 sources         where rows come from: Python's reference, files (row_files), or the hub (row_hub)
 rows            the formats of rows
 special_tokens  tokens that begin a text, and those that end an answer
-chat            conversations and prompt-completion pairs as token ids; examples: those of a corpus
+conversations   conversations and pairs of prompt and completion, from the keys of a row
+chat            both as token ids, and the prompt of --generate; examples: those of a corpus
 tokenize        a corpus tokenized once, in the cache of the node
 corpus          the sequences of one tokenized corpus; mixture: of several in one epoch
 sequences       which tokens a sequence has, and the tensors of a micro-batch; packing: --packing
 token_file      arrays in files of the cache, compared with what was verified when they are read
 batches         micro-batches in one order, and the counters of a run
 streaming       --streaming: sequences of a corpus that is read during training
+stream_state    the position of a stream, in checkpoints
+facts           what results.json says of the data
 """

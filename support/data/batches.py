@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from support import console
 from support.data.sequences import MicroBatch, Sequences
-from support.settings.settings import Settings
+from support.data.stream_state import StreamState
+from support.settings.training import TrainingSettings
 from support.train_state import NEW_RUN, TrainState
 from support.units import IGNORED
 
@@ -21,7 +22,7 @@ def steps_of(num_sequences: int, batch: int) -> int:
 
 
 def total_steps(
-    settings: Settings, world_size: int, num_sequences: int, step: int = 0, samples: int = 0
+    training: TrainingSettings, world_size: int, num_sequences: int, step: int = 0, samples: int = 0
 ) -> int:
     """Return the number of optimizer steps of the whole run, including those before a resume.
 
@@ -29,14 +30,13 @@ def total_steps(
         num_sequences: sequences in an epoch.
         step, samples: optimizer steps made before the resume, and the sequences used in them.
     """
-    if settings.training.epochs is None and settings.training.max_steps:
-        return settings.training.max_steps
-    batch = settings.training.global_batch(world_size)
-    epochs_left, rest = divmod(
-        max(0, (settings.training.epochs or 1) * num_sequences - samples), num_sequences
-    )
+    if training.epochs is None and training.max_steps:
+        return training.max_steps
+    batch = training.global_batch(world_size)
+    samples_left = max(0, (training.epochs or 1) * num_sequences - samples)
+    epochs_left, rest = divmod(samples_left, num_sequences)
     total = step + epochs_left * steps_of(num_sequences, batch) + steps_of(rest, batch)
-    return min(total, settings.training.max_steps or total)
+    return min(total, training.max_steps or total)
 
 
 @dataclass
@@ -50,24 +50,30 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     tokens: int  # number of tokens in them, without padding
-    state: Any = None  # with --streaming the position of the stream after this step
+    state: StreamState | None = None  # with --streaming: after this step
 
 
-def train_state(counters: dict, train: Any, settings: Settings, world_size: int) -> TrainState:
-    """Return the state of training from the counters of a checkpoint, or from NEW_RUN.
+class TrainingData(Protocol):
+    """Sequences, or a Stream."""
 
-    Args:
-        train: training sequences, or a Stream.
-    """
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences in an epoch."""
+
+
+def train_state(
+    counters: dict, train: TrainingData, training: TrainingSettings, world_size: int
+) -> TrainState:
+    """Return the state of training from the counters of a checkpoint, or from NEW_RUN."""
     sequences = max(1, train.num_sequences)  # --eval_only may have none
-    steps = total_steps(settings, world_size, sequences, counters["step"], counters["samples"])
+    steps = total_steps(training, world_size, sequences, counters["step"], counters["samples"])
     return TrainState(
-        total_steps=0 if settings.training.eval_only else steps,
+        total_steps=0 if training.eval_only else steps,
         num_sequences=sequences,
-        global_batch=settings.training.global_batch(world_size),
-        evaluates=settings.training.eval,
-        eval_every=settings.training.eval_every,
-        patience=settings.training.early_stopping_patience,
+        global_batch=training.global_batch(world_size),
+        evaluates=training.eval,
+        eval_every=training.eval_every,
+        patience=training.early_stopping_patience,
         first_step=counters["step"],
         **{name: counters[name] for name in NEW_RUN},
     )

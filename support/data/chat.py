@@ -1,31 +1,30 @@
-"""Conversations and prompt-completion pairs: from the keys of a row to token ids.
+"""Conversations and prompt-completion pairs as token ids, and the prompt of --generate.
 
 The loss counts the valid ones: those of the assistant's messages, or the completion.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jinja2
 import numpy as np
 
+from support.data.conversations import PLAIN_TEMPLATE, Message, is_plain
+from support.data.facts import DatasetFacts
+from support.data.rows import Row
 from support.data.special_tokens import start_of
 from support.errors import UserError, first_line
 from support.files.user_files import shown
 
-# For tokenizers without a chat template, such as GPT-2's: plain headings, and the end-of-text token
-# (if the tokenizer has one) after each answer.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}### Assistant:\n"
-    "{{ message['content'] }}{{ eos_token }}\n\n"
-    "{% else %}### {{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PLAIN_NOTICE = (
     "This tokenizer has no chat template, so conversations get a plain one (### User: …): "
     "use --chat_template FILE for another one."
@@ -41,99 +40,6 @@ NO_END_NOTICE = (
 # Stands for an assistant's text when a conversation is rendered to find the position of the text;
 # the characters around the number are from Unicode's private use area.
 MARK = "\ue000{}\ue001"
-# Keys of a message whose values would not be trained on: only text is.
-UNSUPPORTED = (
-    *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"),
-    *("images", "image", "audio"),
-)
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's names
-ROLES |= {name: name for name in ("system", "developer", "user", "assistant")}
-# The prompt of the Alpaca dataset (github.com/tatsu-lab/stanford_alpaca), for models without a chat
-# template. The completion follows without a space, as in the project's own training script.
-ALPACA_PREAMBLE = (
-    "Below is an instruction that describes a task{}. "
-    "Write a response that appropriately completes the request."
-)
-ALPACA_INPUT = ", paired with an input that provides further context"
-
-# ------------------------------------------------------------------------------------ from the keys
-
-
-def convert(row: dict[str, Any], template: str | dict | None) -> dict[str, Any]:
-    """Return the fields of a `rows.Row` that differ by its format.
-
-    Args:
-        row: values of the keys of a format.
-        template: the tokenizer's chat template. Without one, Alpaca's rows become pairs.
-    Raises:
-        ValueError: the row cannot be used, or is not UTF-8.
-    """
-    system = []
-    if row.get("system"):
-        system = [{"role": "system", "content": _text(row, "system")}]
-    for key in ("messages", "conversations"):
-        if key in row:
-            return {"kind": "chat", "messages": system + _messages(row, key)}
-    if "instruction" in row:
-        return _alpaca(row, system, as_chat=bool(template) and not is_plain(template))
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-        prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
-        name = "prompt and completion, each a list of messages"
-        conversation = {"messages": prompt + completion, "context": len(prompt)}
-        return {"kind": "chat", "format": name, **conversation}
-    return {"kind": "pair", **{key: _text(row, key) for key in ("prompt", "completion")}}
-
-
-def _alpaca(row: dict[str, Any], system: list[dict], as_chat: bool) -> dict[str, Any]:
-    task, answer = _text(row, "instruction"), _text(row, "output")
-    context = _text(row, "input") if row["input"] else ""
-    if as_chat:
-        asked = {"role": "user", "content": "\n".join(filter(None, (task, context)))}
-        messages = [*system, asked, {"role": "assistant", "content": answer}]
-        return {"kind": "chat", "messages": messages}
-    preamble = ALPACA_PREAMBLE.format(ALPACA_INPUT if context else "")
-    preamble = system[0]["content"] if system else preamble
-    heading = f"\n\n### Input:\n{context}" if context else ""
-    question = f"{preamble}\n\n### Instruction:\n{task}{heading}\n\n### Response:"
-    return {"kind": "pair", "prompt": question, "completion": answer}
-
-
-def _messages(row: Mapping[str, Any], name: str) -> list[dict]:
-    if not isinstance(row[name], list) or not row[name]:
-        raise ValueError(f"{name!r} is not a list of messages")
-    return [_message(message) for message in row[name]]
-
-
-def _message(message: Any) -> dict:
-    """Return a message with `role` and `content` (ShareGPT: `from` and `value`)."""
-    if not isinstance(message, dict):
-        raise ValueError("a message is not an object with 'role' and 'content'")
-    keys = ("role", "content") if message.get("role") is not None else ("from", "value")
-    role, content = (message.get(key) for key in keys)
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"a message has the role {shown(repr(role))}: use one of {list(ROLES)}")
-    if lost := [key for key in UNSUPPORTED if message.get(key)]:
-        raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
-    if message.get("weight") not in (None, 1):
-        raise ValueError(
-            f"a message has the weight {shown(message['weight'])}: only 1 is supported"
-        )
-    if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise ValueError(f"a message has {shown(content)}: only text is trained on")
-        content = "".join(_text(part, "text") for part in content)
-    return {"role": ROLES[role], "content": _text({keys[1]: content}, keys[1])}
-
-
-def _text(row: Mapping[str, Any], key: str) -> str:
-    text = row.get(key)
-    if not isinstance(text, str):
-        raise ValueError(f"{key!r} is not a string but {shown(repr(text), 40)}")
-    text.encode()
-    return text
-
-
-# ------------------------------------------------------------------------------------- to token ids
 
 
 class Encoder:
@@ -145,13 +51,13 @@ class Encoder:
     white space before it.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.marks_itself = re.search(r"\{%-?\s*generation\b", _template_of(tokenizer)) is not None
         self.special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
         self.start = start_of(tokenizer)
 
-    def encode(self, row: Any) -> np.ndarray:
+    def encode(self, row: Row) -> np.ndarray:
         """Return the ids of a row, int32 [tokens].
 
         Raises:
@@ -191,22 +97,27 @@ class Encoder:
             raise ValueError("the completion is empty")
         return _masked(ids, np.arange(len(ids)) >= len(before))
 
-    def render(self, messages: list[dict], **options: Any) -> Any:
+    def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation.
 
         Raises:
             ValueError: the template refuses the conversation.
             UserError: the template has a syntax error, so other rows fail as well.
         """
-        try:
-            return self.tokenizer.apply_chat_template(messages, **({"tokenize": False} | options))
-        except jinja2.TemplateSyntaxError as error:
-            problem = f"line {error.lineno}: {error.message}"
-            raise UserError(f"The chat template cannot be read: {problem}.") from error
-        except Exception as error:
-            raise ValueError(f"the chat template refuses it: {first_line(error, 200)}") from error
+        with _errors_of_template():
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
 
-    def _check_all_are_rendered(self, messages: list[dict], text: str) -> None:
+    def _tokenize(self, messages: list[Message], with_mask: bool) -> Mapping[str, list[int]]:
+        """Return "input_ids" of a conversation; with a mask also "assistant_masks"."""
+        options = {"return_assistant_tokens_mask": True} if with_mask else {}
+        with _errors_of_template():
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, **options
+            )
+
+    def _check_all_are_rendered(self, messages: list[Message], text: str) -> None:
         for number, message in enumerate(messages):
             if message["content"].strip() not in text:  # left out, or changed by the template
                 mark = MARK.format(number)
@@ -216,18 +127,17 @@ class Encoder:
                     role = message["role"]
                     raise ValueError(f"the template leaves out the message of the role {role!r}")
 
-    def _by_template(self, messages: list[dict], context: int) -> np.ndarray:
-        options = {"tokenize": True, "return_dict": True}
-        encoded = self.render(messages, return_assistant_tokens_mask=True, **options)
+    def _by_template(self, messages: list[Message], context: int) -> np.ndarray:
+        encoded = self._tokenize(messages, with_mask=True)
         ids, mask = encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool)
         if context:
-            prompt = self.render(messages[:context], **options)["input_ids"]
+            prompt = self._tokenize(messages[:context], with_mask=False)["input_ids"]
             if ids[: len(prompt)] != prompt:
                 raise ValueError("the chat template renders the prompt differently if it is alone")
             mask[: len(prompt)] = False
         return _masked(ids, mask)
 
-    def _by_marks(self, messages: list[dict], answers: list[int], text: str) -> np.ndarray:
+    def _by_marks(self, messages: list[Message], answers: list[int], text: str) -> np.ndarray:
         marked = list(messages)
         for number in answers:
             marked[number] = {"role": "assistant", "content": MARK.format(number)}
@@ -289,24 +199,31 @@ class Encoder:
         return [token for token in (at_end, self.tokenizer.eos_token) if token]
 
 
+@contextlib.contextmanager
+def _errors_of_template() -> Iterator[None]:
+    """Convert the errors of a chat template in this context, as `Encoder.render` describes."""
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        problem = f"line {error.lineno}: {error.message}"
+        raise UserError(f"The chat template cannot be read: {problem}.") from error
+    except Exception as error:
+        raise ValueError(f"the chat template refuses it: {first_line(error, 200)}") from error
+
+
 def _masked(ids: list[int], mask: np.ndarray) -> np.ndarray:
     """Return ids, int32, with ~id where the mask is False."""
     array = np.array(ids, dtype=np.int32)
     return np.where(mask, array, ~array)
 
 
-def _template_of(tokenizer: Any) -> str:
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a tokenizer's chat template; of several, the one for conversations without tools."""
     template = tokenizer.chat_template
     return (template.get("default") if isinstance(template, dict) else template) or ""
 
 
-def is_plain(template: str | dict | None) -> bool:
-    """Return whether a chat template is the one of `use_plain_template`."""
-    return isinstance(template, str) and template.endswith(PLAIN_TEMPLATE)
-
-
-def use_plain_template(tokenizer: Any) -> bool:
+def use_plain_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Set a plain template on a tokenizer without a template; return whether it has this one.
 
     Conversations then begin as the tokenizer begins other texts.
@@ -323,7 +240,7 @@ def use_plain_template(tokenizer: Any) -> bool:
     return is_plain(tokenizer.chat_template)
 
 
-def rendering_of(tokenizer: Any) -> str | None:
+def rendering_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a short conversation in the tokenizer's template; None if it has or allows none."""
     said = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     try:
@@ -332,7 +249,7 @@ def rendering_of(tokenizer: Any) -> str | None:
         return None
 
 
-def notices_about(tokenizer: Any) -> list[str]:
+def notices_about(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return what to tell about the chat template of conversations; it is set if it is missing."""
     if use_plain_template(tokenizer):
         return [PLAIN_NOTICE]
@@ -344,11 +261,13 @@ def notices_about(tokenizer: Any) -> list[str]:
     return [LINE_BREAK_NOTICE.format(token=encoder.ends_of_turns[0])]
 
 
-def no_end_notice(tokenizer: Any, kind: str, is_cut: bool, read: int | None) -> str:
+def no_end_notice(
+    tokenizer: PreTrainedTokenizerBase, is_chat: bool, is_cut: bool, read: int | None
+) -> str:
     """Return what to tell if no answer ends with a trained end token (`end_finder`).
 
     Args:
-        kind: "chat" or "pair".
+        is_chat: the examples are conversations, not pairs.
         is_cut: there are answers with one, but all after the first --seq_length tokens.
         read: the number of examples that were read; None: all.
     """
@@ -357,7 +276,7 @@ def no_end_notice(tokenizer: Any, kind: str, is_cut: bool, read: int | None) -> 
         remedy = "--seq_length cuts off the end of all of them: use a larger one"
     elif not eos:
         remedy = "the tokenizer has no end-of-text token (eos_token): use a model that has one"
-    elif kind == "chat" and Encoder(tokenizer).marks_itself:
+    elif is_chat and Encoder(tokenizer).marks_itself:
         remedy = (
             f"put the end token, such as {eos!r} ({{{{ eos_token }}}}), into the "
             "{% generation %} block of the chat template (--chat_template FILE)"
@@ -381,7 +300,7 @@ class Prompt(NamedTuple):
     start: int = 0  # the number of ids at the beginning that the tokenizer adds to a text
 
 
-def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
+def prompt_of(text: str, tokenizer: PreTrainedTokenizerBase, as_chat: bool) -> Prompt:
     """Return the token ids of --generate.
 
     Args:
@@ -404,11 +323,15 @@ def prompt_of(text: str, tokenizer: Any, as_chat: bool) -> Prompt:
     return Prompt(ids, is_chat, len(start))
 
 
-def prompt_for(text: str, tokenizer: Any, dataset: dict, eval_only: bool) -> Prompt:
+def prompt_for(
+    text: str, tokenizer: PreTrainedTokenizerBase, dataset: DatasetFacts, eval_only: bool
+) -> Prompt:
     """Return the prompt of --generate: in the chat template if conversations were trained.
 
     Base models have a chat template, too, so an evaluation only is the other case that uses it.
+
+    Args:
+        dataset: the dataset's entry in results.json.
     """
     kind = dataset.get("kind")  # None before a stream's first row
-    as_chat = kind == "chat" or (eval_only and kind != "pair")
-    return prompt_of(text, tokenizer, as_chat)
+    return prompt_of(text, tokenizer, kind == "chat" or (eval_only and kind != "pair"))

@@ -1,18 +1,31 @@
 """Conversations and pairs of a corpus as token ids, or why one cannot be used."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from support.data.chat import Encoder, use_plain_template
 from support.data.rows import BadRow, Row
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def encode_examples(
-    rows: Iterable[Row], tokenizer: Any, digest: Any, refuse: Callable[[BadRow], None]
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    add_to_digest: Callable[[bytes], object],
+    refuse: Callable[[BadRow], None],
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of each conversation or pair, and its characters; it goes to the digest."""
+    """Yield the ids of each conversation or pair, and its characters.
+
+    Args:
+        add_to_digest: gets the content of each.
+        refuse: gets those that cannot be used.
+    """
     encoder = None
     for row in rows:
         if row.kind == "chat" and encoder is None:
@@ -22,7 +35,7 @@ def encode_examples(
         if isinstance(ids, BadRow):
             refuse(ids)
         else:
-            digest.update(content.encode() + b"\0")
+            add_to_digest(content.encode() + b"\0")
             yield ids, len(content)
 
 

@@ -1,39 +1,49 @@
 """Several datasets in one epoch, in the shares of their weights."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from support import console
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
-from support.data.sequences import Sequences, shares_of
+from support.data.facts import DatasetFacts
+from support.data.sequences import Padding, Sequences, shares_of
 from support.data.token_file import TokenFile
 from support.errors import UserError
 from support.files.atomic import digest_of_json
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
+from support.settings.training import TrainingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def open_mixture(
-    settings: Settings, ctx: DistContext, tokenizer: Any
-) -> tuple[Sequences, Sequences, dict]:
+    data: DataSettings,
+    training: TrainingSettings,
+    ctx: DistContext,
+    tokenizer: PreTrainedTokenizerBase,
+    padding: Padding,
+) -> tuple[Sequences, Sequences, DatasetFacts]:
     """Do what `opening.open_tokenized` does for several datasets."""
     # All training sequences of each, also with --eval_only.
-    whole = settings.replace(num_samples=None, eval_only=False)
+    whole, training = replace(data, num_samples=None), replace(training, eval_only=False)
     datasets, validations, entries = [], [], []
-    for name, _ in settings.data.dataset:
+    for name, _ in data.dataset:
         console.print0(f"📂 {name}")
-        train, validation, entry = open_corpus(whole, ctx, tokenizer, name)
+        train, validation, entry = open_corpus(whole, training, ctx, tokenizer, padding, name)
         datasets.append(train)
         validations.append(validation)
         entries.append(entry)
-    weights = [Fraction(weight) for _, weight in settings.data.dataset if weight]
+    weights = [Fraction(weight) for _, weight in data.dataset if weight]
     mixture = mix(datasets, weights)
-    mixture = mixture.take(settings.data.num_samples or mixture.num_sequences)
-    for named, (_, count), entry in zip(
-        settings.data.dataset, mixture.shares, entries, strict=True
-    ):
+    mixture = mixture.take(data.num_samples or mixture.num_sequences)
+    for named, (_, count), entry in zip(data.dataset, mixture.shares, entries, strict=True):
         if not count:
             raise UserError(
                 f"--dataset {named} has less than one sequence in an epoch of "
@@ -42,11 +52,11 @@ def open_mixture(
         entry |= {"weight": named.weight, "blocks_per_epoch": count}
         share = count / mixture.num_sequences
         console.print0(f"📂 {named.name}: {count:,} sequences in an epoch ({share:.1%})")
-    evaluated = validations[0] if settings.data.validation_file else mix(validations)
+    evaluated = validations[0] if data.validation_file else mix(validations)
     held_out = [entry["validation"].get("sha256") for entry in entries]
     kinds = {entry["kind"] for entry in entries}
     facts = {
-        "name": settings.data.dataset_name,
+        "name": data.dataset_name,
         "kind": kinds.pop() if len(kinds) == 1 else "mixed",
         "formats": list(dict.fromkeys(name for entry in entries for name in entry["formats"])),
         **{key: sum(e[key] for e in entries) for key in ("rows", "tokens", "truncated", "skipped")},

@@ -1,15 +1,24 @@
 """From --dataset to the training and validation sequences of a run."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from support import console
 from support.cli.checks import NEED_EVALUATIONS
 from support.cluster.context import DistContext
 from support.data.corpus import open_corpus
-from support.data.sequences import Sequences
+from support.data.facts import DatasetFacts
+from support.data.sequences import Padding, Sequences
 from support.data.sources import announce
 from support.errors import UserError
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
+from support.settings.training import TrainingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from support.data.streaming import Stream
 
 NOTHING_TO_EVALUATE = (
     "There is nothing to evaluate on: a corpus of one sequence, --validation_split 0, or a stream "
@@ -20,12 +29,23 @@ NOTHING_TO_EVALUATE = (
 class Datasets(NamedTuple):
     """The sequences of a run."""
 
-    train: Any  # Sequences, or a Stream with --streaming
+    train: Sequences | Stream
     validation: Sequences
-    facts: dict[str, Any]  # the dataset's entry in results.json
+    facts: DatasetFacts  # the dataset's entry in results.json
+
+    @property
+    def stream(self) -> Stream | None:
+        """The training sequences of --streaming, whose position a checkpoint contains."""
+        return None if isinstance(self.train, Sequences) else self.train
 
 
-def open_stream(settings: Settings, ctx: DistContext, tokenizer: Any) -> Datasets:
+def open_stream(
+    data: DataSettings,
+    training: TrainingSettings,
+    ctx: DistContext,
+    tokenizer: PreTrainedTokenizerBase,
+    padding: Padding,
+) -> Datasets:
     """Open the corpus of --streaming, which is read and tokenized while training.
 
     Raises:
@@ -33,28 +53,33 @@ def open_stream(settings: Settings, ctx: DistContext, tokenizer: Any) -> Dataset
     """
     from support.data import streaming
 
-    return Datasets(*streaming.open_stream(settings, ctx, tokenizer))
+    return Datasets(*streaming.open_stream(data, training, ctx, tokenizer, padding))
 
 
-def open_tokenized(settings: Settings, ctx: DistContext, tokenizer: Any) -> Datasets:
+def open_tokenized(
+    data: DataSettings,
+    training: TrainingSettings,
+    ctx: DistContext,
+    tokenizer: PreTrainedTokenizerBase,
+    padding: Padding,
+) -> Datasets:
     """Tokenize the corpus, or find its tokens in the cache, and cut them into sequences.
 
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
-    announce(settings)
-    if len(settings.data.dataset) > 1 and not (
-        settings.training.eval_only and settings.data.validation_file
-    ):
+    announce(data)
+    only_validates = training.eval_only and data.validation_file
+    if len(data.dataset) > 1 and not only_validates:
         from support.data.mixture import open_mixture
 
-        return Datasets(*open_mixture(settings, ctx, tokenizer))
-    return Datasets(*open_corpus(settings, ctx, tokenizer, settings.data.dataset_name))
+        return Datasets(*open_mixture(data, training, ctx, tokenizer, padding))
+    return Datasets(*open_corpus(data, training, ctx, tokenizer, padding, data.dataset_name))
 
 
-def check_validation(validation: Sequences, settings: Settings) -> None:
+def check_validation(validation: Sequences, training: TrainingSettings) -> None:
     """Check that there is something to evaluate on if a flag needs evaluations."""
-    needed = [flag for flag in NEED_EVALUATIONS if settings.flags()[flag]]
+    needed = [flag for flag in NEED_EVALUATIONS if getattr(training, flag)]
     if needed and not validation.num_sequences:
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from support.data.rows import (
     BadRow,
@@ -31,19 +31,19 @@ from support.errors import UserError, first_line
 from support.files.atomic import sha256_of
 from support.files.folders import files_of
 from support.files.user_files import shown
-from support.settings.settings import Settings
 
 Item = TypeVar("Item")
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 
 
-def open_files(name: str, settings: Settings, options: RowOptions) -> Source:
-    """Open a file, or the files of a folder, and compute the digest of their content."""
-    files, digest = (
-        files_of(Path(name), name, settings.data.include),
-        hashlib.sha256(repr(options).encode()),
-    )
+def open_files(name: str, include: str | None, options: RowOptions) -> Source:
+    """Open a file, or the files of a folder, and compute the digest of their content.
+
+    Args:
+        include: patterns of the files of a folder to read; None: all.
+    """
+    files, digest = files_of(Path(name), name, include), hashlib.sha256(repr(options).encode())
     times = {}
     for file in files:
         with reading(file):
@@ -135,7 +135,8 @@ def _open_text(file: Path, errors: str = "surrogateescape", newline: str | None 
 
     A byte that is not UTF-8 becomes half of a surrogate pair, so that its row can be named.
     """
-    binary: Any = gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb")  # noqa: SIM115
+    binary: gzip.GzipFile | io.BufferedReader
+    binary = gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb")  # noqa: SIM115
     utf_16 = binary.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
     return io.TextIOWrapper(binary, "utf-16" if utf_16 else "utf-8-sig", errors, newline)
 
@@ -146,7 +147,7 @@ def _pieces_of(file: Path) -> Iterator[str]:
             yield piece
 
 
-def _parse_json(text: str, place: str) -> Any:
+def _parse_json(text: str, place: str) -> object:
     """Return the value of a line, or of a whole file; a BadRow if it is not valid JSON."""
     try:
         return json.loads(text)

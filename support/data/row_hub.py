@@ -1,11 +1,13 @@
 """The rows of datasets on the Hugging Face hub, read with the `datasets` library."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING
 
 from support import console
 from support.data.row_files import reading
@@ -22,7 +24,10 @@ from support.data.rows import (
 )
 from support.errors import UserError, refused_as
 from support.files.atomic import digest_of_json
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder, IterableDataset
 
 WIKITEXT = "Salesforce/wikitext"  # its short name on the hub no longer loads with `datasets` 5
 
@@ -33,27 +38,31 @@ def loading(name: str) -> contextlib.AbstractContextManager[None]:
     return refused_as(f"{problem}loaded from the hub", longest=200)
 
 
-def builder_of(name: str, settings: Settings, revision: str | None) -> Any:
-    """Return the `datasets.DatasetBuilder` of a dataset on the hub; its hash is the commit."""
+def builder_of(name: str, config: str | None, revision: str | None) -> DatasetBuilder:
+    """Return the builder of a dataset on the hub; its hash is the commit.
+
+    Args:
+        config: --dataset_config.
+        revision: a branch, a tag or a commit; None: main.
+    """
     import datasets
 
     if not console.on_terminal():
         datasets.disable_progress_bars()
-    config = settings.data.dataset_config
     if name == "wikitext":
         name, config = WIKITEXT, config or "wikitext-2-raw-v1"
     with loading(name):
         return datasets.load_dataset_builder(name, config, revision=revision)
 
 
-def open_hub(name: str, settings: Settings, options: RowOptions, needs_train: bool) -> Source:
+def open_hub(name: str, data: DataSettings, options: RowOptions, needs_train: bool) -> Source:
     """Download a dataset of the hub, unless it is in the cache, and open its splits.
 
     Args:
         needs_train: open the training split also if nothing of it is held out.
     """
-    revision, offline = settings.data.dataset_revision, os.environ.get("HF_HUB_OFFLINE") == "1"
-    builder = builder_of(name, settings, revision)
+    revision, offline = data.dataset_revision, os.environ.get("HF_HUB_OFFLINE") == "1"
+    builder = builder_of(name, data.dataset_config, revision)
     # Offline, the library loads the newest commit that is in its cache.
     if revision and offline and not str(builder.hash).startswith(revision):
         raise UserError(
@@ -62,12 +71,12 @@ def open_hub(name: str, settings: Settings, options: RowOptions, needs_train: bo
         )
     with loading(name):
         builder.download_and_prepare()
-        wanted = {"train": settings.data.train_split or "train"}
+        wanted = {"train": data.train_split or "train"}
         # A split that is trained on is not evaluated on, unless it is named.
         unused = not re.search(r"\bvalidation\b", wanted["train"])
-        if settings.data.eval_split or ("validation" in builder.info.splits and unused):
-            wanted["validation"] = settings.data.eval_split or "validation"
-        if not needs_train and "validation" in wanted and settings.data.held_out_share is None:
+        if data.eval_split or ("validation" in builder.info.splits and unused):
+            wanted["validation"] = data.eval_split or "validation"
+        if not needs_train and "validation" in wanted and data.held_out_share is None:
             del wanted["train"]
         tables = {role: builder.as_dataset(split=split) for role, split in wanted.items()}
     flag = f"--dataset {name}"
@@ -81,16 +90,21 @@ def open_hub(name: str, settings: Settings, options: RowOptions, needs_train: bo
 
 
 def rows_of_table(
-    table: Any, name: str, where: str, options: RowOptions, position: Position | None
+    table: Dataset | IterableDataset,
+    name: str,
+    where: str,
+    options: RowOptions,
+    position: Position | None,
 ) -> PlacedRows:
-    """Yield the rows of a datasets.Dataset or IterableDataset; those of WikiText are articles."""
+    """Yield the rows of a table; those of WikiText are articles."""
 
     def rows() -> PlacedRows:
         if position:
             table.load_state_dict(position["state"])
         is_stream, iterator = hasattr(table, "state_dict"), iter(table)
         for number in count(position["row"] if position else 0):
-            place = {"row": number, "state": table.state_dict() if is_stream else None}
+            state = table.state_dict() if is_stream else None
+            place: Position = {"row": number, "state": state}
             if (row := next(iterator, None)) is None:
                 return
             yield place, read_row(row, f"{where}, row {number + 1}", options)

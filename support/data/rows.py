@@ -12,11 +12,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
+from support.data.conversations import Content, Message, Template, convert
+from support.data.facts import Kinds
 from support.errors import UserError
 from support.files.user_files import printable, shown
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # A format's name, the keys that its rows have, and further keys that are read. The first that fits
 # is used.
@@ -51,7 +56,7 @@ class Row:
     format: str = "text"  # name of its format, for the user
     pieces: Iterable[str] = ()  # of a document: the text, in one or more pieces
     is_file: bool = False  # whether the document is a text file, of any length
-    messages: Sequence[dict] = ()  # of a conversation
+    messages: Sequence[Message] = ()  # of a conversation
     context: int = 0  # messages at the beginning of a conversation that have no loss
     prompt: str = ""
     completion: str = ""
@@ -62,10 +67,17 @@ class Row:
         return json.dumps([content, self.context] if self.context else content, sort_keys=True)
 
 
-# Where a row is: {"file": number, "row": number in it}, or on the hub {"row", "state"}. JSON.
-Position = dict[str, Any]
+class Position(TypedDict, total=False):
+    """Where a row is, as JSON."""
+
+    file: int  # the number of the file, if there are files
+    row: int  # its number in the file, or in the table of the hub
+    state: dict | None  # of the hub's stream; None if the table is no stream
+
+
 PlacedRows = Iterator[tuple[Position, Row | BadRow]]
-RawRows = Iterator[tuple[Any, str]]  # the value of a row, or a BadRow; and its place, for messages
+# The value of a row, or a BadRow; and its place, for messages.
+RawRows = Iterator[tuple[object, str]]
 # A function from a position (None: the beginning) to the rows from there on.
 Rows = Callable[[Position | None], PlacedRows]
 
@@ -83,13 +95,15 @@ class RowOptions(NamedTuple):
     # (key of a format, the user's column for it): --text_column, --prompt_column and
     # --completion_column. Only formats with these keys are considered.
     columns: tuple[tuple[str, str], ...] = ()
-    chat_template: str | dict | None = None  # of the tokenizer
+    chat_template: Template = None  # of the tokenizer
 
     @classmethod
-    def of(cls, settings: Settings, tokenizer: Any) -> RowOptions:
+    def of(cls, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> RowOptions:
         """Return the options for a run's flags and tokenizer."""
         columns = {
-            key: getattr(settings.data, f"{key}_column") for key in ("text", "prompt", "completion")
+            "text": data.text_column,
+            "prompt": data.prompt_column,
+            "completion": data.completion_column,
         }
         named = tuple((key, name) for key, name in columns.items() if name)
         return cls(named, tokenizer.chat_template)
@@ -128,7 +142,7 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
     return [column for column in (*read.values(), *also) if column in columns]
 
 
-def lists_in(value: Any, path: str = "") -> Iterator[str]:
+def lists_in(value: object, path: str = "") -> Iterator[str]:
     """Yield where an object of a JSON file has lists of objects or texts, as paths for jq."""
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -138,7 +152,7 @@ def lists_in(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def format_of_row(row: dict[str, Any], options: RowOptions) -> tuple[str, dict[str, str]]:
+def format_of_row(row: dict[str, object], options: RowOptions) -> tuple[str, dict[str, str]]:
     """Do what `format_of` does; the error also names a list in the row, which may be the rows."""
     try:
         return format_of(row, options)
@@ -152,7 +166,7 @@ def format_of_row(row: dict[str, Any], options: RowOptions) -> tuple[str, dict[s
         ) from error
 
 
-def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
+def read_row(row: object, where: str, options: RowOptions) -> Row | BadRow:
     """Convert a text or an object with the keys of a format; `where` is its place, for messages."""
     if isinstance(row, BadRow):
         return row
@@ -171,25 +185,25 @@ def read_row(row: Any, where: str, options: RowOptions) -> Row | BadRow:
             return Row(where, pieces=[text])
         if lost := [key for key in UNSUPPORTED if row.get(key)]:
             raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
-        from support.data import chat
-
-        return Row(where, **{"format": name, **chat.convert(values, options.chat_template)})
+        content: Content = {"format": name, **convert(values, options.chat_template)}
+        return Row(where, **content)
     except UnicodeEncodeError:
         return BadRow(f"{where}: not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file).")
     except ValueError as error:
         return BadRow(f"{where}: {error}.")
 
 
-def check_kind(row: Row | BadRow, facts: dict[str, Any]) -> Row | BadRow:
+def check_kind(row: Row | BadRow, kinds: Kinds) -> Row | BadRow:
     """Return the row, or a BadRow if it is of another kind than the rows before it.
 
-    `facts` gets the "kind" of the rows (None before the first one) and the list of "formats".
+    Args:
+        kinds: of the rows before it; the row is added.
     """
     if isinstance(row, BadRow):
         return row
-    facts["kind"] = facts["kind"] or row.kind
-    if row.kind != facts["kind"]:
-        return BadRow(f"{row.where}: of kind {row.kind} among rows of kind {facts['kind']}.")
-    if row.format not in facts["formats"]:
-        facts["formats"].append(row.format)
+    kinds["kind"] = kinds["kind"] or row.kind
+    if row.kind != kinds["kind"]:
+        return BadRow(f"{row.where}: of kind {row.kind} among rows of kind {kinds['kind']}.")
+    if row.format not in kinds["formats"]:
+        kinds["formats"].append(row.format)
     return row

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from support.data.token_file import TokenFile
-from support.settings.settings import Settings
 from support.units import IGNORED
 
 # Inputs, labels, and the positions of the tokens in their documents (None: not isolated), each
@@ -38,14 +37,16 @@ class Padding(NamedTuple):
     multiple: int
 
     @classmethod
-    def of(cls, settings: Settings, device_type: str) -> Padding:
-        """Return the padding of a run on a type of device ("cpu" or "cuda")."""
-        # --compile compiles each length anew; --simulate_gpus must show the largest memory use.
-        whole = settings.model.compile or settings.debug.simulate_gpus
-        return cls(
-            settings.data.seq_length,  # type: ignore
-            settings.data.seq_length if whole else 64 if device_type == "cuda" else 8,
-        )
+    def of(cls, seq_length: int, whole: bool, device_type: str) -> Padding:
+        """Return the padding of a run.
+
+        Args:
+            seq_length: the most tokens of a sequence, and the length of micro-batches of text.
+            whole: every micro-batch has this length: --compile compiles each length anew, and
+                --simulate_gpus must show the largest memory use.
+            device_type: "cpu" or "cuda".
+        """
+        return cls(seq_length, seq_length if whole else 64 if device_type == "cuda" else 8)
 
     def length(self, longest: np.ndarray | int) -> np.ndarray:
         """Return the length of micro-batches whose longest sequences have `longest` tokens."""
@@ -140,6 +141,10 @@ class Sequences:
             file = self.files[number]
             parts.append((file.read(start, end), file.end_of_text))
         return parts
+
+    def first_sequence(self) -> list[Part]:
+        """Return the parts of the first sequence."""
+        return self.parts(0)
 
     def read(self, indices: np.ndarray) -> MicroBatch:
         """Return the sequences `indices`."""

@@ -5,40 +5,39 @@ import hashlib
 from support import console
 from support.cli.checks import is_local_dataset
 from support.data.rows import PlacedRows, Position, Row, RowOptions, Source
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
 
 
-def announce(settings: Settings) -> None:
+def announce(data: DataSettings) -> None:
     """Print which dataset is loaded."""
-    is_wikitext_2 = (
-        settings.data.dataset_name == "wikitext" and settings.data.dataset_config is None
-    )
-    name = "WikiText-2" if is_wikitext_2 else settings.data.dataset_name
+    is_wikitext_2 = data.dataset_name == "wikitext" and data.dataset_config is None
+    name = "WikiText-2" if is_wikitext_2 else data.dataset_name
     console.print0(f"📦 Loading dataset ({name})...")
 
 
-def open_source(name: str, settings: Settings, options: RowOptions) -> Source:
+def open_source(name: str, data: DataSettings, options: RowOptions, eval_only: bool) -> Source:
     """Open a corpus ("pydocs", a file, a folder, or a dataset on the hub) and --validation_file.
 
-    With --eval_only, only the validation data if it does not depend on the training data.
+    Args:
+        eval_only: open only the validation data if it does not depend on the training data.
     """
     corpus = Source("", {})
-    if not (settings.data.validation_file and settings.training.eval_only):
+    if not (data.validation_file and eval_only):
         if name == "pydocs":
             corpus = _open_pydocs()
         elif is_local_dataset(name):
             from support.data.row_files import open_files
 
-            corpus = open_files(name, settings, options)
+            corpus = open_files(name, data.include, options)
         else:
             from support.data.row_hub import open_hub
 
-            corpus = open_hub(name, settings, options, needs_train=not settings.training.eval_only)
-    if settings.data.validation_file is None:
+            corpus = open_hub(name, data, options, needs_train=not eval_only)
+    if data.validation_file is None:
         return corpus
     from support.data.row_files import open_files
 
-    held_out = open_files(settings.data.validation_file, settings, options)
+    held_out = open_files(data.validation_file, data.include, options)
     digest = hashlib.sha256(f"{corpus.fingerprint}\0{held_out.fingerprint}".encode())
     return Source(digest.hexdigest(), {**corpus.splits, "validation": held_out.splits["train"]})
 

@@ -1,13 +1,18 @@
 """Special tokens: those that begin a text or separate documents, and those that end an answer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def start_of(tokenizer: Any) -> list[int]:
+
+def start_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that a tokenizer puts before each text, such as Llama's <s>; usually none.
 
     What some tokenizers append (an end-of-text token) is not used: each kind of data determines
@@ -21,7 +26,7 @@ def start_of(tokenizer: Any) -> list[int]:
     return []
 
 
-def document_start(tokenizer: Any, is_first: bool) -> list[int]:
+def document_start(tokenizer: PreTrainedTokenizerBase, is_first: bool) -> list[int]:
     """Return the ids before a document: the end of the document before it, and `start_of`.
 
     If a model uses one token for both (OPT's </s>), it occurs once, as if the documents were
@@ -34,7 +39,9 @@ def document_start(tokenizer: Any, is_first: bool) -> list[int]:
     return start if is_first or end is None or start[:1] == [end] else [end, *start]
 
 
-def end_finder(tokenizer: Any, ends_of_turns: Iterable[str]) -> Callable[[np.ndarray], int]:
+def end_finder(
+    tokenizer: PreTrainedTokenizerBase, ends_of_turns: Iterable[str]
+) -> Callable[[np.ndarray], int]:
     """Return a function from the stored ids of an example to where its first answer ends.
 
     It returns the number of tokens up to the first trained token that ends an answer, and includes

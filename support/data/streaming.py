@@ -10,6 +10,8 @@ A thread reads some steps ahead. Each step carries the state of the stream after
 checkpoints and messages exclude rows that were only read ahead.
 """
 
+from __future__ import annotations
+
 import copy
 import functools
 import hashlib
@@ -18,10 +20,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from support import console
 from support.cli.checks import is_local_dataset
@@ -30,45 +34,43 @@ from support.data import batches, tokenize
 from support.data.chat import Encoder, use_plain_template
 from support.data.corpus import TEXT_IS_PACKED, open_split
 from support.data.examples import encode_example
+from support.data.facts import DatasetFacts, Kinds
 from support.data.packing import pack
 from support.data.row_files import reading, rows_of_files
 from support.data.rows import BadRow, Row, RowOptions, Source, check_kind
 from support.data.sequences import Padding, Part, Sequences, micro_batch
 from support.data.sources import announce
 from support.data.special_tokens import document_start, end_finder
+from support.data.stream_state import (
+    START,
+    Counts,
+    Place,
+    Progress,
+    StreamState,
+    new_slot,
+    new_stream,
+)
 from support.errors import TrainingError, UserError, redact
 from support.files.folders import files_of
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
+from support.settings.training import TrainingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COMPARED_BYTES = 1 << 16  # of the beginning and the end of a file, in the digest of a stream
 STEPS_AHEAD = 5  # besides the one of `copy_ahead`; a few, because slots refill in different steps
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 3
-# The position before a unit. "row": number of units before it, in all passes; "pass": number of the
-# pass; "first": value of "row" at its beginning; "rows": position of its row in the corpus, None
-# for the beginning; "part": for a piece of a text file, the number of pieces before it in the file.
-START: dict[str, Any] = {"row": 0, "pass": 0, "first": 0, "rows": None, "part": 0}
-# The state of a slot in a checkpoint. "reader": position of the unit at which its chunk of
-# sequences begins; "offset": tokens of this unit in earlier chunks; "chunk": its number, from 1;
-# "used": its sequences that were used; "counts": of rows, "counted" of which are included.
-COUNTS = {"counted": 0, "truncated": 0, "skipped": 0}
-NEW_SLOT: dict[str, Any] = {"reader": START, "offset": 0, "chunk": 0, "used": 0, "counts": COUNTS}
-NO_KIND: dict[str, Any] = {"kind": None, "formats": []}  # see `rows.check_kind`
-# Of the examples that were read: those with an answer that ends with a trained end token within
-# --seq_length, those that have it behind, and all.
-NO_ENDS = {"trained": 0, "cut": 0, "examples": 0}
-# The state of this rank after a step: of its slots, number of bad rows and of units read, passes.
-NEW_STREAM: dict[str, Any] = {"slots": {}, "bad": 0, "rows": 0, "passes": 0, **NO_KIND}
-NEW_STREAM |= {"ends": NO_ENDS}
 
 # Position of a unit, its tokens that are in earlier chunks, and all its tokens.
-Ids = tuple[dict, int, np.ndarray]
+Ids = tuple[Place, int, np.ndarray]
 
 
 class Unit(NamedTuple):
     """A row, or a piece of a text file, that is assigned to a batch slot."""
 
-    state: dict  # its position, as START
+    place: Place
     slot: int
     begins: bool  # whether it does not directly follow the previous piece of its slot
     row: Row
@@ -79,65 +81,66 @@ class Stream:
     """The training sequences of --streaming."""
 
     def __init__(
-        self, settings: Settings, ctx: DistContext, tokenizer: Any, source: Source
+        self,
+        data: DataSettings,
+        training: TrainingSettings,
+        ctx: DistContext,
+        tokenizer: PreTrainedTokenizerBase,
+        padding: Padding,
+        source: Source,
     ) -> None:
-        self.settings, self.ctx, self.tokenizer, self.source = settings, ctx, tokenizer, source
-        self.padding = Padding.of(settings, ctx.device.type)
-        self.state = NEW_STREAM  # after the step in progress
+        self.data, self.seed, self.ctx = data, training.seed, ctx
+        self.tokenizer, self.padding, self.source = tokenizer, padding, source
+        self.state = new_stream()  # after the step in progress
         self.bad: dict[str, None] = {}  # lines about bad rows in their order, also before a resume
-        self.kinds = copy.deepcopy(NO_KIND)
+        self.kinds: Kinds = {"kind": None, "formats": []}
         # The thread has a copy, because rank 0 may save the original at the same time.
         self.documents = tokenize.DocumentTokenizer(copy.deepcopy(tokenizer))
         self.encoder = Encoder(self.documents.tokenizer)
-        self.ends = dict(NO_ENDS)
+        self.ends = self.state["ends"].copy()
         # The ids before the first document, and before each later one.
         self.first, self.later = (document_start(tokenizer, is_first) for is_first in (True, False))
-        self.num_slots = settings.training.global_batch(ctx.world_size)
+        self.num_slots = training.global_batch(ctx.world_size)
         self.order_of_group = functools.lru_cache(2)(
-            lambda group: np.random.default_rng([settings.training.seed, group]).permutation(
-                self.num_slots
-            )
+            lambda group: np.random.default_rng([self.seed, group]).permutation(self.num_slots)
         )
-        self.num_sequences = (
-            settings.training.max_steps or 0
-        ) * self.num_slots  # of the run, without epochs
-        all_ranks = settings.training.batch_size * ctx.world_size
+        # Of the run, without epochs.
+        self.num_sequences = (training.max_steps or 0) * self.num_slots
+        batch = training.batch_size
         # The numbers of the slots of this rank, for each micro-batch.
         self.layout = [
-            range(first, first + settings.training.batch_size)
-            for first in range(ctx.rank * settings.training.batch_size, self.num_slots, all_ranks)
+            range(first, first + batch)
+            for first in range(ctx.rank * batch, self.num_slots, batch * ctx.world_size)
         ]
         numbers = list(itertools.chain.from_iterable(self.layout))
-        self.slots: dict[int, dict[str, Any]] = {n: copy.deepcopy(NEW_SLOT) for n in numbers}
+        self.slots = {n: new_slot() for n in numbers}
         self.waiting: dict[int, deque[Unit]] = {n: deque() for n in numbers}
         self.sequences = {n: self._sequences_of(n) for n in numbers}
         self.units, self.last, self.rows_in_pass = self._read_units(START), START, 0
-        self.facts: dict[str, Any] = {
-            "name": settings.data.dataset_name,
-            "sha256": source.fingerprint,
-        }
+        self.facts: DatasetFacts = {"name": data.dataset_name, "sha256": source.fingerprint}
         self.facts |= {"streaming": True, "tokens": None, "blocks": None}  # for results.json
         self._ahead = read_ahead(self._read_steps(), STEPS_AHEAD)
         self._live: Iterator[batches.StepBatch] | None = None
 
-    def progress(self) -> dict:
+    def progress(self) -> Progress:
         """Return the state of all ranks for a checkpoint; every rank must call it."""
         ranks = self.ctx.all_gather((self.state["slots"], list(self.bad)[: self.state["bad"]]))
         slots = {slot: state for states, _ in ranks for slot, state in states.items()}
         rows = sorted({row for _, rows in ranks for row in rows})
         return {"lanes": slots, "bad": rows, "version": ROWS_VERSION}
 
-    def summary(self) -> dict:
+    def summary(self) -> DatasetFacts:
         """Stop reading, and return the facts for results.json; every rank must call it."""
         self._ahead.close()
         progress = self.progress()
         counts = {"rows": max(self.ctx.all_gather(self.state["rows"]))}
-        for name in ("truncated", "skipped"):
-            counts[name] = sum(slot["counts"][name] for slot in progress["lanes"].values())
-        kind = {name: self.state[name] for name in NO_KIND}
+        of_slots = [slot["counts"] for slot in progress["lanes"].values()]
+        counts["truncated"] = sum(slot["truncated"] for slot in of_slots)
+        counts["skipped"] = sum(slot["skipped"] for slot in of_slots)
+        kind = {"kind": self.state["kind"], "formats": self.state["formats"]}
         return {**self.facts, **kind, **counts, "bad_rows": progress["bad"]}
 
-    def resume(self, state: dict | None) -> None:
+    def resume(self, state: Progress | None) -> None:
         """Continue from the state in a checkpoint.
 
         Args:
@@ -154,40 +157,43 @@ class Stream:
                 "flags of its run, or continue from its exported weights in a new run."
             )
         self.bad = dict.fromkeys(state["bad"])
-        self.state = self.state | {"bad": len(self.bad)}
+        self.state["bad"] = len(self.bad)
         if not slots:  # before the first step
             return
-        self.slots |= {number: copy.deepcopy(slots[str(number)]) for number in self.slots}
-        readers = [slot["reader"] for slot in self.slots.values()]
-        self.last = begin = min(readers, key=lambda reader: reader["row"])
+        own = {str(number): slots[str(number)] for number in self.slots}
+        self.slots |= {int(number): copy.deepcopy(slot) for number, slot in own.items()}
+        self.last = begin = min(
+            (slot["reader"] for slot in own.values()), key=lambda place: place["row"]
+        )
         console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
         self.units = self._read_units(begin)
-        own = {str(number): slots[str(number)] for number in self.slots}
         self.state |= {"slots": own, "rows": begin["row"], "passes": begin["pass"]}
 
-    def step_batches(self, device: Any) -> Iterator[batches.StepBatch]:
+    def step_batches(self, device: torch.device) -> Iterator[batches.StepBatch]:
         """Yield the step batches of this rank, from where the last caller stopped."""
         if self._live is None:
             self._live = batches.copy_ahead(self._ahead, device)
         for step_batch in self._live:
-            before, self.state = self.state, step_batch.state  # the state after it
+            before = self.state
+            assert step_batch.state is not None  # see _read_steps
+            self.state = step_batch.state
             self._print_changes(before, self.state)
             yield step_batch
 
     def first_sequence(self) -> list[Part]:
         """Return the parts of this rank's first sequence, instead of step batches."""
         parts = next(self.sequences[min(self.slots)])
-        self._print_changes(NEW_STREAM, self._state_of_reading())
+        self._print_changes(new_stream(), self._state_of_reading())
         return parts
 
-    def _print_changes(self, before: dict, after: dict) -> None:
+    def _print_changes(self, before: StreamState, after: StreamState) -> None:
         """Print the format of the first rows, whether their answers end, and new bad rows."""
         if not before["kind"]:
-            kind, formats, ends = (after[name] for name in (*NO_KIND, "ends"))
-            tokenize.print_format(formats, kind, self.tokenizer)
+            kind, ends = after["kind"], after["ends"]
+            tokenize.print_format(after["formats"], kind, self.tokenizer)
             if kind != "text" and not ends["trained"]:
                 is_cut, read = ends["cut"] > 0, ends["examples"]
-                tokenize.warn_of_no_end(self.tokenizer, kind, is_cut, read)
+                tokenize.warn_of_no_end(self.tokenizer, kind == "chat", is_cut, read)
         for row in list(self.bad)[before["bad"] : after["bad"]]:
             console.warn(f"Left out: {row}")
 
@@ -202,20 +208,18 @@ class Stream:
         while True:
             sequences = [[next(self.sequences[n]) for n in numbers] for numbers in self.layout]
             tokens = sum(len(ids) for some in sequences for parts in some for ids, _ in parts)
-            stacked = [
-                micro_batch(some, self.padding, self.settings.data.packing) for some in sequences
-            ]
+            stacked = [micro_batch(some, self.padding, self.data.packing) for some in sequences]
             yield batches.StepBatch(stacked, tokens, self._state_of_reading())
 
-    def _state_of_reading(self) -> dict[str, Any]:
-        """Return the state of this rank after what was read, as NEW_STREAM."""
+    def _state_of_reading(self) -> StreamState:
+        """Return the state of this rank after what was read."""
         return {
             "slots": {str(number): copy.deepcopy(slot) for number, slot in self.slots.items()},
             "bad": len(self.bad),
             "rows": self.last["row"] + 1,
             "passes": self.last["pass"],
             **copy.deepcopy(self.kinds),
-            "ends": dict(self.ends),
+            "ends": self.ends.copy(),
         }
 
     def _sequences_of(self, number: int) -> Iterator[list[Part]]:
@@ -224,21 +228,21 @@ class Stream:
         Rows are tokenized until there are enough for a chunk of sequences, which is shuffled and
         then used one by one; then the next chunk follows.
         """
-        settings, slot = self.settings, self.slots[number]
+        slot = self.slots[number]
         resumes, refused = slot["chunk"] > 0, 0  # the chunk is cut again
         rest, offset = list[Ids](), slot["offset"]
-        full = max(1, settings.data.shuffle_buffer // self.num_slots)  # sequences of a chunk
+        full = max(1, self.data.shuffle_buffer // self.num_slots)  # sequences of a chunk
         while True:
             chunk = slot["chunk"] + (not resumes)
             # The first chunks differ in size, so that not all slots refill in the same step.
             size = full if chunk > 1 else 1 + (full - 1) * (number + 1) // self.num_slots
             while (cut := self._cut_chunk(rest, size)) is None:
                 unit = self._next_unit(number)
-                if resumes and not rest and unit.state["row"] < slot["reader"]["row"]:
+                if resumes and not rest and unit.place["row"] < slot["reader"]["row"]:
                     continue
                 ids = self._encode(unit, slot["counts"])
                 if ids is not None:
-                    rest.append((unit.state, offset, ids))
+                    rest.append((unit.place, offset, ids))
                     offset = 0
                 refused = 0 if ids is not None else refused + 1
                 if self.rows_in_pass and refused > max(100, self.rows_in_pass):
@@ -248,13 +252,11 @@ class Stream:
                     )
             reader, at, _ = rest[0]
             sequences, rest = cut
-            order = np.random.default_rng([settings.training.seed, number, chunk]).permutation(
-                len(sequences)
-            )
+            order = np.random.default_rng([self.seed, number, chunk]).permutation(len(sequences))
             used = slot["used"] if resumes else 0
             slot |= {"reader": reader, "offset": at, "chunk": chunk, "used": used}
             resumes = False
-            isolated = settings.data.isolates_documents and self.kinds["kind"] == "text"
+            isolated = self.data.isolates_documents and self.kinds["kind"] == "text"
             end_of_text = self.tokenizer.eos_token_id if isolated else None
             for index in order[used:]:
                 slot["used"] += 1
@@ -264,17 +266,13 @@ class Stream:
         self, rest: list[Ids], size: int
     ) -> tuple[list[list[np.ndarray]], list[Ids]] | None:
         """Return about `size` sequences, and the rows of the next chunk; None: more are needed."""
-        tokens, needed = (
-            sum(len(ids) - at for _, at, ids in rest),
-            size * self.settings.data.seq_length,
-        )
-        if self.settings.data.packing:  # as many examples as there is room for, and the next one
+        length, tokens = self.padding.seq_length, sum(len(ids) - at for _, at, ids in rest)
+        needed = size * length
+        if self.data.packing:  # as many examples as there is room for, and the next one
             if tokens <= needed:
                 return None
             examples = [ids for _, _, ids in rest[:-1]]
-            members, ends = pack(
-                np.array([len(ids) for ids in examples]), self.settings.data.seq_length
-            )
+            members, ends = pack(np.array([len(ids) for ids in examples]), length)
             packed = [[examples[n] for n in part] for part in np.split(members, ends[:-1])]
             return packed, rest[-1:]
         if self.kinds["kind"] != "text":
@@ -283,27 +281,27 @@ class Stream:
             return None
         stream = np.concatenate([ids[at:] for _, at, ids in rest])
         sequences = [[part] for part in stream[:needed].reshape(size, -1)]
-        state, _, ids = rest[-1]  # the only row that may have tokens that are not used
-        return sequences, [(state, len(ids) - (tokens - needed), ids)] if tokens > needed else []
+        place, _, ids = rest[-1]  # the only row that may have tokens that are not used
+        return sequences, [(place, len(ids) - (tokens - needed), ids)] if tokens > needed else []
 
     def _next_unit(self, number: int) -> Unit:
         """Read rows until there is one for a slot."""
         while not self.waiting[number]:
             unit = next(self.units)
-            self.last = unit.state
+            self.last = unit.place
             if unit.slot in self.waiting:
                 self.waiting[unit.slot].append(unit)
         return self.waiting[number].popleft()
 
-    def _read_units(self, state: dict) -> Iterator[Unit]:
-        """Yield the units from a state on, pass after pass, without end.
+    def _read_units(self, begin: Place) -> Iterator[Unit]:
+        """Yield the units from a place on, pass after pass, without end.
 
         A slot gets a whole row, or a whole article of WikiText. A text file is assigned in pieces,
         so that all slots have a share of a single file. If the next piece of a slot does not
         directly follow its previous one, it begins as a document does.
         """
-        number, first, start, skip = state["row"], state["first"], state["rows"], state["part"]
-        for passes in itertools.count(state["pass"]):
+        number, first, start, skip = begin["row"], begin["first"], begin["rows"], begin["part"]
+        for passes in itertools.count(begin["pass"]):
             for position, content in self.source.splits["train"](start):
                 row = check_kind(content, self.kinds)
                 if isinstance(row, BadRow):
@@ -315,8 +313,14 @@ class Stream:
                 for part, piece in itertools.islice(enumerate(pieces), skip, None):
                     slot = self._slot_of(number)
                     begins = not (number and part and slot == self._slot_of(number - 1))
-                    place = {"pass": passes, "first": first, "rows": position}
-                    yield Unit({"row": number, "part": part, **place}, slot, begins, row, piece)
+                    place: Place = {
+                        "row": number,
+                        "part": part,
+                        "pass": passes,
+                        "first": first,
+                        "rows": position,
+                    }
+                    yield Unit(place, slot, begins, row, piece)
                     number += 1
                 skip = 0
             if number == first:
@@ -328,15 +332,16 @@ class Stream:
         group, place = divmod(row + 1, self.num_slots)
         return int(self.order_of_group(group)[place])
 
-    def _encode(self, unit: Unit, counts: dict[str, int]) -> np.ndarray | None:
+    def _encode(self, unit: Unit, counts: Counts) -> np.ndarray | None:
         """Return the ids of a row as `sequences` stores them, or None if it cannot be used."""
-        flaw, ids = "", None
+        flaw: Literal["", "truncated", "skipped"] = ""
+        ids = None
         if unit.row.kind == "text":
-            if self.settings.data.packing:
+            if self.data.packing:
                 raise UserError(TEXT_IS_PACKED)
             # A row is one piece, or several if it is long.
             pieces = [unit.piece] if unit.piece else list(self.documents.pieces(unit.row.pieces))
-            start = self.later if unit.state["row"] else self.first
+            start = self.later if unit.place["row"] else self.first
             start = start if unit.begins else []
             if pieces:
                 parts = [np.array(start, np.int64), *self.documents.encode(pieces)]
@@ -347,9 +352,9 @@ class Stream:
                 use_plain_template(self.documents.tokenizer)
             encoded = encode_example(self.encoder, unit.row)
             if isinstance(encoded, BadRow):
-                self._refuse(encoded, unit.state["pass"])
+                self._refuse(encoded, unit.place["pass"])
                 return None
-            ids = encoded[: self.settings.data.seq_length]
+            ids = encoded[: self.padding.seq_length]
             flaw = "truncated" if len(encoded) > len(ids) else ""
             if not (ids[1:] >= 0).any():  # no target remains
                 ids, flaw = None, "skipped"
@@ -358,8 +363,8 @@ class Stream:
                 self.ends["trained"] += 0 < end <= len(ids)
                 self.ends["cut"] += end > len(ids)
                 self.ends["examples"] += 1
-        row = unit.state["row"]
-        if flaw and unit.state["pass"] == 0 and row >= counts["counted"]:
+        row = unit.place["row"]
+        if flaw and unit.place["pass"] == 0 and row >= counts["counted"]:
             counts[flaw] += 1
         counts["counted"] = max(counts["counted"], row + 1)
         return ids
@@ -369,7 +374,7 @@ class Stream:
         line = redact(str(row))  # checkpoints contain it
         if passes == 0 and line not in self.bad:
             self.bad[line] = None
-            tokenize.check_bad_rows(list(self.bad), self.settings.data.max_bad_rows)
+            tokenize.check_bad_rows(list(self.bad), self.data.max_bad_rows)
 
 
 def read_ahead(
@@ -392,8 +397,12 @@ def read_ahead(
 
 
 def open_stream(
-    settings: Settings, ctx: DistContext, tokenizer: Any
-) -> tuple[Stream, Sequences, dict]:
+    data: DataSettings,
+    training: TrainingSettings,
+    ctx: DistContext,
+    tokenizer: PreTrainedTokenizerBase,
+    padding: Padding,
+) -> tuple[Stream, Sequences, DatasetFacts]:
     """Open the training stream and --validation_file; every rank must call it.
 
     Returns:
@@ -402,20 +411,20 @@ def open_stream(
         UserError: see `open_for_streaming`; or --validation_file cannot be read.
         TrainingError: the corpus differs between the nodes.
     """
-    announce(settings)
-    source = open_for_streaming(settings, RowOptions.of(settings, tokenizer), ctx)
+    announce(data)
+    source = open_for_streaming(data, RowOptions.of(data, tokenizer), ctx)
     require_equal_on_all_ranks(ctx.all_gather(source.fingerprint), "The corpus")
-    train = Stream(settings, ctx, tokenizer, source)
-    validation = Sequences.none(train.padding)
-    if settings.data.validation_file:
-        alone = settings.replace(validation_file=None, eval_only=False)
-        prepared = tokenize.tokenize_corpus(alone, ctx, tokenizer, settings.data.validation_file)
-        validation, facts = open_split(prepared, "train", settings, train.padding)
-        if settings.data.packing:
+    train = Stream(data, training, ctx, tokenizer, padding, source)
+    validation = Sequences.none(padding)
+    if file := data.validation_file:
+        alone = replace(data, validation_file=None)
+        prepared = tokenize.tokenize_corpus(alone, ctx, tokenizer, file, eval_only=False)
+        validation, facts = open_split(prepared, "train", data, padding)
+        if data.packing:
             validation = validation.pack()
             facts["blocks"] = validation.num_sequences
         train.facts["validation"] = {**facts, "bad_rows": prepared["bad_rows"]}
-        tokenize.print_splits({"validation": train.facts["validation"]}, tokenizer, "rows")
+        tokenize.print_splits({"validation": facts}, tokenizer, "rows")
     return train, validation, train.facts
 
 
@@ -450,19 +459,17 @@ def _check_unchanged(known: dict[Path, tuple[int, bytes]], file: Path) -> None:
     )
 
 
-def open_for_streaming(settings: Settings, options: RowOptions, ctx: DistContext) -> Source:
+def open_for_streaming(data: DataSettings, options: RowOptions, ctx: DistContext) -> Source:
     """Open the training split of --dataset for --streaming; every rank must call it.
 
     The fingerprint covers the beginnings and ends of files, which are never read completely.
     """
-    name = settings.data.dataset_name
-    digest = hashlib.sha256(f"{settings.data.dataset_config}\0{settings.data.text_column}".encode())
-    if (
-        settings.data.prompt_column or settings.data.completion_column
-    ):  # checkpoints of runs without them stay valid
+    name = data.dataset_name
+    digest = hashlib.sha256(f"{data.dataset_config}\0{data.text_column}".encode())
+    if data.prompt_column or data.completion_column:  # else checkpoints of earlier runs stay valid
         digest.update(repr(options.columns).encode())
     if is_local_dataset(name):
-        files = files_of(Path(name), name, settings.data.include)
+        files = files_of(Path(name), name, data.include)
         known = {}
         for file in files:
             with reading(file):
@@ -475,14 +482,14 @@ def open_for_streaming(settings: Settings, options: RowOptions, ctx: DistContext
     from support.data.row_hub import builder_of, loading, rows_of_table
 
     # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
-    commit = (
-        builder_of(name, settings, settings.data.dataset_revision).hash if ctx.is_main else None
-    )
+    config, commit = data.dataset_config, None
+    if ctx.is_main:
+        commit = builder_of(name, config, data.dataset_revision).hash
     commit = ctx.broadcast_from_rank0(commit)
     with loading(name):
-        builder = builder_of(name, settings, commit)
-        table = builder.as_streaming_dataset(split=settings.data.train_split or "train")
+        builder = builder_of(name, config, commit)
+        table = builder.as_streaming_dataset(split=data.train_split or "train")
     digest.update(f"{name}\0{commit}".encode())
-    digest.update(f"\0{settings.data.train_split}".encode() if settings.data.train_split else b"")
+    digest.update(f"\0{data.train_split}".encode() if data.train_split else b"")
     rows = functools.partial(rows_of_table, table, name, f"--dataset {name}", options)
     return Source(digest.hexdigest(), {"train": rows})

@@ -14,6 +14,8 @@ a whole. Each piece is tokenized after the character that precedes it, because a
 treat the beginning of a text differently (Llama 2 inserts a space there).
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import itertools
@@ -22,18 +24,23 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from support import console
 from support.cluster.context import DistContext, require_equal_on_all_ranks
+from support.data.facts import Kinds, SplitFacts
 from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
 from support.data.sources import open_source
 from support.data.special_tokens import document_start, end_finder, start_of
 from support.errors import UserError
 from support.files.cache import Cache, cache_folder
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 CACHE_VERSION = 11  # increase it when the layout of the cache or the tokenization changes
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
@@ -53,33 +60,67 @@ TRIES = 6  # places of each kind that are tried in PIECE_CHARACTERS of text
 Piece = tuple[str, str]
 
 
-def tokenize_corpus(settings: Settings, ctx: DistContext, tokenizer: Any, name: str) -> dict:
+class SplitCounts(Kinds):
+    """What is counted while a split is tokenized."""
+
+    tokens: int
+    rows: int
+    empty: int
+    ended: int  # examples with an answer that ends with a trained end token
+
+
+class TokenizedSplit(SplitCounts):
+    """The facts about the files of a split."""
+
+    dtype: str  # of the token ids
+    sha256: str  # of the text
+    tokens_sha256: str  # of the tokens, which a chat template may change with the date
+
+
+class TokenizedCorpus(TypedDict):
+    """A folder of the cache with tokens, as JSON."""
+
+    folder: str
+    end_of_text: int | None  # the id of the tokenizer's end-of-text token
+    bad_rows: list[str]  # a line about each
+    splits: dict[str, TokenizedSplit]
+
+
+def tokenize_corpus(
+    data: DataSettings,
+    ctx: DistContext,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    eval_only: bool,
+) -> TokenizedCorpus:
     """Read and tokenize a corpus once per node, unless the cache has it; all ranks must call it.
 
-    Returns:
-        What `tokenize_once` returns, which also describes the errors.
+    Args:
+        eval_only: as for `sources.open_source`.
     Raises:
+        UserError: see `tokenize_once`.
         TrainingError: the text of the dataset differs between nodes.
     """
 
-    def tokenize() -> dict:
-        source = open_source(name, settings, RowOptions.of(settings, tokenizer))
-        cache = Cache(cache_folder(settings.data.cache_dir))
+    def tokenize() -> TokenizedCorpus:
+        source = open_source(name, data, RowOptions.of(data, tokenizer), eval_only)
+        cache = Cache(cache_folder(data.cache_dir))
         with console.bar("Tokenizing", unit="characters") as bar:
-            return tokenize_once(source, tokenizer, cache, bar.update, settings.data.max_bad_rows)
+            return tokenize_once(source, tokenizer, cache, bar.update, data.max_bad_rows)
 
-    prepared = ctx.once_per_node(f"dataset {name}", tokenize)
+    prepared: TokenizedCorpus = ctx.once_per_node(f"dataset {name}", tokenize)
     require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")
     for row in prepared["bad_rows"]:
         console.warn(f"Left out: {row}")
     return prepared
 
 
-def print_splits(facts: dict[str, dict], tokenizer: Any, unit: str) -> None:
+def print_splits(
+    facts: dict[str, SplitFacts], tokenizer: PreTrainedTokenizerBase, unit: str
+) -> None:
     """Print the formats, and one line for each split.
 
     Args:
-        facts: for each split, counts of corpus.open_split.
         unit: what a row of the corpus is: "rows" or "articles".
     """
     rows = [split for split in facts.values() if "kind" in split]
@@ -90,7 +131,7 @@ def print_splits(facts: dict[str, dict], tokenizer: Any, unit: str) -> None:
         console.print0(f"📚 {name}: {', '.join(_counts(split, unit)) or 'nothing'}")
 
 
-def _counts(split: dict, unit: str) -> Iterator[str]:
+def _counts(split: SplitFacts, unit: str) -> Iterator[str]:
     """Yield what to print of the counts of a split."""
     skipped, is_text = split.get("skipped", 0), split.get("kind") == "text"
     # Lines before the first title are no article.
@@ -105,7 +146,9 @@ def _counts(split: dict, unit: str) -> Iterator[str]:
         yield f"{split['padding_share']:.1%} padding"
 
 
-def print_format(formats: Iterable[str], kind: str | None, tokenizer: Any) -> None:
+def print_format(
+    formats: Iterable[str], kind: str | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Print the formats that were recognized; set a chat template if conversations need one."""
     if kind == "chat":
         from support.data import chat
@@ -115,31 +158,28 @@ def print_format(formats: Iterable[str], kind: str | None, tokenizer: Any) -> No
     console.print0(f"🔎 Format: {', '.join(formats)} ({kind or 'text'})")
 
 
-def warn_of_no_end(tokenizer: Any, kind: str, is_cut: bool, read: int | None = None) -> None:
+def warn_of_no_end(
+    tokenizer: PreTrainedTokenizerBase, is_chat: bool, is_cut: bool, read: int | None = None
+) -> None:
     """Print that no answer ends with a trained end token; see `chat.no_end_notice`."""
     from support.data import chat
 
-    console.warn(chat.no_end_notice(tokenizer, kind, is_cut, read))
+    console.warn(chat.no_end_notice(tokenizer, is_chat, is_cut, read))
 
 
 def tokenize_once(
     source: Source,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     cache: Cache,
     advance: Callable[[int], object],
     max_bad_rows: int,
-) -> dict:
+) -> TokenizedCorpus:
     """Tokenize a corpus, unless the cache has it from an earlier run.
 
     Args:
-        tokenizer: gets chat.PLAIN_TEMPLATE if it needs a template and has none.
+        tokenizer: gets PLAIN_TEMPLATE if it needs a template and has none.
         advance: called from time to time with the number of characters done since the last call.
         max_bad_rows: maximum number of rows that cannot be used.
-    Returns:
-        {folder, end_of_text (the id, or None), bad_rows (a line about each), splits: {name: {dtype,
-        kind, formats, tokens, rows, empty, ended (examples with a trained end token), sha256 of the
-        text, tokens_sha256 of the tokens, which a chat template may change with the date}}}, as
-        JSON.
     Raises:
         UserError: the cache or the text cannot be read, or there are too many bad rows.
     """
@@ -165,7 +205,12 @@ def tokenize_once(
     folder, facts = cache.get(key, write)
     # The run that wrote the cache may have had a larger --max_bad_rows.
     check_bad_rows(facts["bad_rows"], max_bad_rows)
-    return {"folder": str(folder), "end_of_text": tokenizer.eos_token_id, **facts}
+    return {
+        "folder": str(folder),
+        "end_of_text": tokenizer.eos_token_id,
+        "bad_rows": facts["bad_rows"],
+        "splits": facts["splits"],
+    }
 
 
 def check_bad_rows(bad: Sequence[str], allowed: int) -> None:
@@ -174,7 +219,7 @@ def check_bad_rows(bad: Sequence[str], allowed: int) -> None:
         raise UserError(f"{bad[allowed]} --max_bad_rows N leaves out up to N rows, now {allowed}.")
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
     if tokenizer.is_fast:
         text = tokenizer.backend_tokenizer.to_str()
@@ -189,13 +234,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _write_split(
     path: Path,
     rows: PlacedRows,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     advance: Callable[[int], object],
     refuse: Callable[[BadRow], None],
-) -> dict:
+) -> TokenizedSplit:
     """Write the files of a split, whose names begin with `path`; return its facts."""
-    facts: dict[str, Any] = {"kind": None, "formats": []}
-    facts |= {"tokens": 0, "rows": 0, "empty": 0, "ended": 0}
+    facts = SplitCounts(kind=None, formats=[], tokens=0, rows=0, empty=0, ended=0)
     digest, tokens_digest = hashlib.sha256(), hashlib.sha256()
     index = list[tuple[int, int, int, int]]()
     usable = _usable(rows, facts, refuse)
@@ -205,14 +249,14 @@ def _write_split(
         from support.data.chat import Encoder
         from support.data.examples import encode_examples
 
-        dtype, encoded = "int32", encode_examples(usable, tokenizer, digest, refuse)
+        dtype, encoded = "int32", encode_examples(usable, tokenizer, digest.update, refuse)
         is_chat = facts["kind"] == "chat"
         end_of_answer = end_finder(tokenizer, Encoder(tokenizer).ends_of_turns if is_chat else ())
     else:
         # Not len(tokenizer): the ids of some vocabularies have gaps.
         largest = max(tokenizer.get_vocab().values(), default=0)
         dtype = "uint16" if largest < 1 << 16 else "uint32"
-        encoded = _encode_documents(usable, tokenizer, digest)
+        encoded = _encode_documents(usable, tokenizer, digest.update)
     with open(f"{path}.bin", "wb") as file:
         for ids, characters in encoded:
             content = ids.astype(dtype).tobytes()
@@ -229,11 +273,18 @@ def _write_split(
     if has_examples:
         np.array(index, np.int64).tofile(f"{path}.index.bin")
         facts["rows"] = len(index)
-    digests = {"sha256": digest.hexdigest(), "tokens_sha256": tokens_digest.hexdigest()}
-    return {"dtype": dtype, **facts, **digests}
+    return {
+        "dtype": dtype,
+        **facts,
+        "sha256": digest.hexdigest(),
+        "tokens_sha256": tokens_digest.hexdigest(),
+    }
 
 
-def _usable(rows: PlacedRows, facts: dict, refuse: Callable[[BadRow], None]) -> Iterator[Row]:
+def _usable(
+    rows: PlacedRows, facts: SplitCounts, refuse: Callable[[BadRow], None]
+) -> Iterator[Row]:
+    """Yield the rows that can be used, and count them."""
     for _, content in rows:
         row = check_kind(content, facts)
         if isinstance(row, BadRow):
@@ -245,17 +296,19 @@ def _usable(rows: PlacedRows, facts: dict, refuse: Callable[[BadRow], None]) -> 
 
 
 def _encode_documents(
-    rows: Iterable[Row], tokenizer: Any, digest: Any
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    add_to_digest: Callable[[bytes], object],
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of one stream, and their characters; the text goes to the digest."""
+    """Yield the ids of one stream, and their characters; `add_to_digest` gets the text."""
     documents = DocumentTokenizer(tokenizer)
     first, later = (np.array(document_start(tokenizer, n), np.uint32) for n in (True, False))
 
     def read(row: Row) -> Iterator[str]:
         for text in row.pieces:
-            digest.update(text.encode())
+            add_to_digest(text.encode())
             yield text
-        digest.update(b"\0")
+        add_to_digest(b"\0")
 
     pieces = itertools.chain.from_iterable(documents.pieces(read(row)) for row in rows)
     start = first
@@ -286,7 +339,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:
 class DocumentTokenizer:
     """A tokenizer of documents, which are cut from `size` characters on."""
 
-    def __init__(self, tokenizer: Any, size: int | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> None:
         self.tokenizer, self.size, self.places = tokenizer, size or PIECE_CHARACTERS, PLACES
         backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if backend and type(backend.model).__name__ == "Unigram":
@@ -350,7 +403,7 @@ class DocumentTokenizer:
         return True
 
 
-def _backend_of(tokenizer: Any) -> Any:
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Return the tokenizer of the tokenizers library that computes a fast tokenizer's ids.
 
     It has the settings of a call without options: no truncation or padding, and special tokens

@@ -2,25 +2,24 @@
 
 from support.cli.hub import LOGIN_COMMAND
 from support.errors import UserError, first_line
-from support.settings.settings import Settings
 
 
-def download(settings: Settings) -> str:
+def download(name: str, revision: str | None, with_weights: bool, offline: bool) -> str:
     """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
     the top folder. Pickled weights are downloaded only if there are no safetensors.
+
+    Args:
+        revision: a branch, a tag or a commit; None: main.
+        with_weights: also download the weights.
+        offline: use the cache only.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
-    name, revision, offline = (
-        settings.model.model,
-        settings.model.model_revision,
-        settings.hub.offline,
-    )
     patterns = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
     try:
-        if not (settings.model.from_scratch or settings.command.show_sample or offline):
+        if with_weights and not offline:
             files = HfApi().list_repo_files(name, revision=revision)
             safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
             patterns.append("*.safetensors" if safe else "pytorch_model*.bin")

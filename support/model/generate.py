@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,8 @@ from torch import nn
 
 from support import console
 from support.cluster.context import DistContext
+from support.data.chat import Prompt
 from support.model.resolve import ModelSpec, max_positions
-
-if TYPE_CHECKING:
-    from support.data.chat import Prompt
 
 NEW_TOKENS = 100
 TEMPERATURE, TOP_K = 0.8, 50
@@ -21,7 +19,12 @@ TEMPERATURE, TOP_K = 0.8, 50
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, casting, spec: ModelSpec, prompt: Prompt, seed: int, ctx: DistContext
+    model: nn.Module,
+    casting: AbstractContextManager,
+    spec: ModelSpec,
+    prompt: Prompt,
+    seed: int,
+    ctx: DistContext,
 ) -> str:
     """Print and return a prompt, continued by up to NEW_TOKENS tokens; of a chat, the answer only.
 

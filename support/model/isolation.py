@@ -9,25 +9,29 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from support.errors import UserError
 from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
-from support.settings.settings import Settings
 
 OLDEST_TRANSFORMERS = Version("4.53.3")
 # Layers that mix tokens without attention: a mask does not stop them at the end of a document.
 MIXERS = (nn.Conv1d, nn.RNNBase)
 
 
-def check_isolation(config: PretrainedConfig, tokenizer, settings: Settings) -> None:
+def check_isolation(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str, packing: bool
+) -> None:
     """Check that the model can keep the documents of a sequence apart.
 
+    Args:
+        model: --model, for messages.
+        packing: the documents are examples, whose ends are known.
     Raises:
         UserError: it cannot, or transformers is too old, or the end of a document is unknown.
     """
-    flag = "--packing" if settings.data.packing else "--isolate_documents"
+    flag = "--packing" if packing else "--isolate_documents"
     if Version(transformers.__version__) < OLDEST_TRANSFORMERS:
         raise UserError(
             f"{flag} needs transformers {OLDEST_TRANSFORMERS} or newer, and "
@@ -35,13 +39,13 @@ def check_isolation(config: PretrainedConfig, tokenizer, settings: Settings) -> 
         )
     if not masks_documents(config):
         raise UserError(
-            f"{flag}: in transformers {transformers.__version__} the layers of {settings.model.model} "
+            f"{flag}: in transformers {transformers.__version__} the layers of {model} "
             f"({config.model_type}) are not known to use the attention mask that keeps documents "
             "apart: leave the flag out, or try a newer transformers."
         )
-    if tokenizer.eos_token_id is None and not settings.data.packing:
+    if tokenizer.eos_token_id is None and not packing:
         raise UserError(
-            f"--isolate_documents: the tokenizer of {settings.model.model} has no end-of-text token, which "
+            f"--isolate_documents: the tokenizer of {model} has no end-of-text token, which "
             "separates documents: leave the flag out."
         )
 

@@ -12,14 +12,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from support.errors import UserError, redact
-from support.settings.settings import Settings
+from support.settings.model import ModelSettings
 from support.workload.workload import ALL_LINEAR, is_target, target_names
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"  # peft's name for a model's only adapter
 
@@ -37,18 +41,21 @@ class Lora:
     targets: list[str] | str | None
     base: str  # the model's name, for adapter_config.json
     seed: int  # for the initialization of A
-    settled: Any = None  # peft's configuration, written to adapter_config.json; set by `attach`
+    settled: LoraConfig | None = (
+        None  # peft's configuration, written to adapter_config.json; set by `attach`
+    )
 
     @classmethod
-    def of(cls, settings: Settings, r: int) -> Lora:
-        """Return the configuration that the flags request, with --lora_r as `r`."""
-        targets: list[str] | str | None = settings.model.lora_targets
-        if settings.model.lora_targets and settings.model.lora_targets != ALL_LINEAR:
-            targets = target_names(settings.model.lora_targets)
-        folder = Path(settings.model.model)
-        base = str(folder.resolve()) if folder.is_dir() else settings.model.model
-        alpha = settings.model.lora_alpha or 2.0 * r
-        return cls(r, alpha, settings.model.lora_dropout, targets, base, settings.training.seed)
+    def of(cls, model_settings: ModelSettings, seed: int) -> Lora | None:
+        """Return the configuration that the flags request; None without --lora_r."""
+        r, names, base = model_settings.lora_r, model_settings.lora_targets, model_settings.model
+        if r is None:
+            return None
+        targets = names if names in (None, ALL_LINEAR) else target_names(names)
+        if Path(base).is_dir():
+            base = str(Path(base).resolve())
+        alpha = model_settings.lora_alpha or 2.0 * r
+        return cls(r, alpha, model_settings.lora_dropout, targets, base, seed)
 
     def attach(self, model: nn.Module) -> None:
         """Attach the adapters to a model and freeze all other parameters.
@@ -92,6 +99,11 @@ class Lora:
             layer.cast_input_dtype_enabled = False
         self._initialize(model)
 
+    def save_config(self, folder: Path) -> None:
+        """Write adapter_config.json; the adapters must have been attached to a model before."""
+        assert self.settled is not None  # ModelSpec attaches them when it is created
+        self.settled.save_pretrained(folder)
+
     def _check_targets(self, model: nn.Module) -> None:
         """Check that each name selects a layer: peft ignores some of several wrong names."""
         layers = [
@@ -119,7 +131,7 @@ class Lora:
                     parameter.data = values.to(parameter.device)
 
 
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+def _adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     from peft.tuners.lora import LoraLayer
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}

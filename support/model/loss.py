@@ -8,7 +8,6 @@ it is compiled, it computes all logits at once if they fit: the compiler fuses w
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,7 @@ class LossMixin(nn.Module):
         input_ids: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
-        **options: Any,
+        **options: object,
     ):
         """Return the sum of the cross entropies / `tokens`; without `targets` the usual output.
 
@@ -72,8 +71,10 @@ class OutputLayer(nn.Linear):
         count, device = targets.numel(), targets.device.type
         if torch.compiler.is_compiling() and fits_in_graph(count, self.out_features, device):
             logits = super().forward(hidden).flatten(0, 1).float()
-            options: Any = {"ignore_index": IGNORED, "reduction": "sum"}
-            return F.cross_entropy(logits, targets.flatten(), **options) / tokens
+            summed = F.cross_entropy(
+                logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            return summed / tokens
         return self._loss(hidden, targets, tokens)
 
     @torch.compiler.disable  # the loop over chunks records no graph, so compiling it gains nothing

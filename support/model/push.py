@@ -22,13 +22,14 @@ def open_repository(output: OutputSettings, folder: Path, ctx: DistContext) -> s
         return None
     from huggingface_hub import HfApi
 
-    name = output.hub_model_id or re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
+    of_folder = re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
+    name = output.hub_model_id or of_folder
     advice = f"log in with `{LOGIN_COMMAND}`, or set HF_TOKEN to a token that may write"
     with refused_as(f"--push_to_hub failed ({advice} to {name})", 200):
         api = HfApi()
         if "/" not in name:
             name = f"{api.whoami()['name']}/{name}"
-        api.create_repo(name, private=True if output.hub_private_repo else None, exist_ok=True)
+        api.create_repo(name, private=output.hub_private_repo or None, exist_ok=True)
         # create_repo does not change a repository that exists.
         is_public = output.hub_private_repo and not api.model_info(name).private
     if is_public:

@@ -4,13 +4,16 @@ Every kind of --model results in a local folder, which each strategy loads in it
 that share random weights find them there; one process alone draws them when it loads the model.
 """
 
+from __future__ import annotations
+
 import copy
 import hashlib
 import math
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,9 @@ from support.files.atomic import remove_temporary_folder, write_text
 from support.files.cache import Cache, cache_folder
 from support.files.user_files import read_json, read_text
 from support.model import weights
+from support.model.download import download
+from support.model.isolation import check_isolation
+from support.model.lora import Lora
 from support.model.loss import add_loss, computes_loss, returns_plain_logits
 from support.settings.data import choose_seq_length
 from support.settings.model import ModelSettings
@@ -47,10 +53,11 @@ class ModelSpec:
     generation: GenerationConfig
     weights: str  # local folder that `load` reads
     seed: int  # for weights that the folder lacks
+    seq_length: int  # tokens of a sequence: --seq_length, or its default for this model
     # The weights, or rows of the embedding, are drawn from the seed for this run.
     random: bool = False
     new_rows: int = 0  # rows added to an embedding that was not random
-    lora: Any = None  # the configuration of its adapters, a lora.Lora; None without them
+    lora: Lora | None = None  # the configuration of its adapters
     dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
     # `load` returns the weights of linear layers in 4 bits, on the rank's device.
     load_in_4bit: bool = False
@@ -82,12 +89,6 @@ class ModelSpec:
     def text_config(self) -> transformers.PretrainedConfig:
         """Configuration of the language model; the whole configuration if it has no parts."""
         return self.config.get_text_config()
-
-    def seq_length(self, settings: Settings) -> int:
-        """Return --seq_length, or its default for this model."""
-        return choose_seq_length(
-            settings.data.seq_length, settings.model.model, max_positions(self.config)
-        )
 
     def on_meta_device(self) -> nn.Module:
         """Build the model on the meta device: shapes without memory."""
@@ -130,7 +131,7 @@ class ModelSpec:
         folder.mkdir(exist_ok=True)
         self.tokenizer.save_pretrained(folder)
         if self.lora and not whole:
-            self.lora.settled.save_pretrained(folder)
+            self.lora.save_config(folder)
             return
         config = copy.deepcopy(self.config)
         config.name_or_path = redact(config.name_or_path)  # saved by older versions of transformers
@@ -189,56 +190,83 @@ def max_positions(config) -> int | None:
 # -------------------------------------------------------------------------------- resolving --model
 
 
+class Located(NamedTuple):
+    """The parts of --model on this machine."""
+
+    config: transformers.PretrainedConfig
+    tokenizer: str  # its folder
+    weights: str | None  # their folder; None: they are drawn from the seed
+    notices: list[str]  # for the user
+
+
+class Prepared(TypedDict):
+    """The parts of a model that every rank of the node can load, as JSON."""
+
+    weights: str  # folder
+    tokenizer: str  # folder
+    notices: list[str]  # for the user
+    random: bool  # see ModelSpec
+    new_rows: int  # see ModelSpec
+    own_head: bool  # see `weights.check_folder`
+
+
 def find_model(settings: Settings, ctx: DistContext) -> ModelSpec:
     """Resolve --model to a `ModelSpec`; a node downloads weights, or draws shared ones, once.
 
     Raises:
-        UserError: the model cannot be found or downloaded, is no causal language model, or cannot
-            isolate documents.
+        UserError: the model cannot be found or downloaded, is no causal language model, has less
+            than --seq_length positions, or cannot isolate documents.
     """
-    _be_quiet(settings)
+    model_settings, data, offline = settings.model, settings.data, settings.hub.offline
+    name, seed = model_settings.model, settings.training.seed
+    adapters, strategy = model_settings.lora_r is not None, settings.parallelism.configured
+    _be_quiet(settings.debug.verbose)
     console.print0("📥 Loading model and tokenizer...")
-    if not settings.hub.offline and names_on_hub(settings.model.model, settings.data.dataset)[0]:
-        console.print0(f"⏳ Downloading {settings.model.model}, unless it is in the cache")
+    if not offline and names_on_hub(name, data.dataset)[0]:
+        console.print0(f"⏳ Downloading {name}, unless it is in the cache")
     # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
-    shared = ctx.real_world_size > 1 or not settings.parallelism.configured.whole_parameters
-    shared = shared or settings.model.lora_r is not None
-    found = ctx.once_per_node("model", lambda: _prepare_folders(settings, shared))
-    config = _read_config(found["weights"], settings.model.model)
-    tokenizer = _read_tokenizer(found["tokenizer"], settings)
+    shared = ctx.real_world_size > 1 or not strategy.whole_parameters or adapters
+    locate = partial(_locate, model_settings, data.cache_dir, True, offline)
+    found: Prepared = ctx.once_per_node(
+        "model", lambda: _prepare_folders(locate(), name, seed, shared)
+    )
+    config = _read_config(found["weights"], name)
+    tokenizer = _read_tokenizer(found["tokenizer"], name, data.chat_template)
     for notice in found["notices"]:
         console.warn(notice)
     if found["own_head"]:
         weights.untie(config)
-    config.use_cache = False
-    own_settings = fuse_gelu(config) if settings.model.fused_gelu else {}
-    lora = None
-    if settings.model.dropout is not None:
-        set_dropout(config, settings.model.dropout)
-    if settings.model.lora_r is not None:
-        from support.model.lora import Lora
-
-        lora = Lora.of(settings, settings.model.lora_r)
+    own_settings = _apply_flags(config, model_settings)
     generation = _read_generation_config(found["weights"], config)
-    with refused_as(weights.NOT_BUILT.format(f"--model {settings.model.model}")):
+    with refused_as(weights.NOT_BUILT.format(f"--model {name}")):
         spec = ModelSpec(
             config,
             tokenizer,
             generation,
             found["weights"],
-            settings.training.seed,
+            seed,
+            choose_seq_length(data.seq_length, name, max_positions(config)),
             random=found["random"],
             new_rows=found["new_rows"],
-            lora=lora,
-            dtype=weights.weights_dtype(settings, ctx),
-            load_in_4bit=settings.model.load_in_4bit,
+            lora=Lora.of(model_settings, seed),
+            dtype=weights.weights_dtype(strategy, adapters, ctx),
+            load_in_4bit=model_settings.load_in_4bit,
             own_settings=own_settings,
         )
-    if settings.data.isolates_documents:
-        from support.model.isolation import check_isolation
-
-        check_isolation(config, tokenizer, settings)
+    if data.isolates_documents:
+        check_isolation(config, tokenizer, name, data.packing)
     return spec
+
+
+def _apply_flags(
+    config: transformers.PretrainedConfig, model_settings: ModelSettings
+) -> dict[str, str]:
+    """Change the configuration as the flags request; return original values, see ModelSpec."""
+    config.use_cache = False
+    own_settings = fuse_gelu(config) if model_settings.fused_gelu else {}
+    if model_settings.dropout is not None:
+        set_dropout(config, model_settings.dropout)
+    return own_settings
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -295,91 +323,93 @@ def find_tokenizer(
     """Download the parts of --model; return its tokenizer and its limit of positions, or None."""
 
     def locate() -> dict:
-        config, folder, *_ = _locate(settings)
-        return {"tokenizer": folder, "positions": max_positions(config)}
+        needed, offline = not settings.command.show_sample, settings.hub.offline
+        found = _locate(settings.model, settings.data.cache_dir, needed, offline)
+        return {"tokenizer": found.tokenizer, "positions": max_positions(found.config)}
 
-    _be_quiet(settings)
+    _be_quiet(settings.debug.verbose)
     found = ctx.once_per_node("tokenizer", locate)
-    return _read_tokenizer(found["tokenizer"], settings), found["positions"]
+    name, template = settings.model.model, settings.data.chat_template
+    return _read_tokenizer(found["tokenizer"], name, template), found["positions"]
 
 
-def _be_quiet(settings: Settings) -> None:
-    if not settings.debug.verbose:
+def _be_quiet(verbose: bool) -> None:
+    """Hide the messages of transformers, unless they are requested."""
+    if not verbose:
         if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":  # else it is the user's
             transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
 
 
-def configure_transformers(settings: Settings, ctx: DistContext) -> None:
+def configure_transformers(isolates_documents: bool, ctx: DistContext) -> None:
     """Keep transformers from reading tensors on the device, and from storing attention scores."""
-    patches.replace_packed_sequence_check(settings.data.isolates_documents)
+    patches.replace_packed_sequence_check(isolates_documents)
     patches.skip_padding_check()
     if not shares_keys(ctx.device.type, ctx.precision, ctx.capability):
         patches.repeat_keys_and_values()
 
 
-def _locate(settings: Settings) -> tuple[transformers.PretrainedConfig, str, str | None, list[str]]:
+def _locate(
+    model_settings: ModelSettings, cache_dir: str | None, with_weights: bool, offline: bool
+) -> Located:
     """Find the parts of --model on this machine, and download or build those that are missing.
 
-    Returns:
-        The configuration; the folders of the tokenizer and of the weights (None: they are drawn
-        from the seed); notices for the user.
+    Args:
+        with_weights: also download the weights; not with --from_scratch.
+        offline: use no network.
     """
-    if settings.model.model == EMBEDDED_MODEL:
+    name = model_settings.model
+    if name == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        return _gpt2_config(settings.model.model, 0.0, 0), embedded_tokenizer(settings), None, []
-    from support.model.download import download
+        return Located(_gpt2_config(name, 0.0, 0), embedded_tokenizer(cache_dir), None, [])
 
-    if is_local_model(settings.model.model) or not scratch_without_hub(settings.model):
-        folder = (
-            settings.model.model if is_local_model(settings.model.model) else download(settings)
-        )
-        config = _read_config(folder, settings.model.model)
-        return config, folder, None if settings.model.from_scratch else folder, []
-    config = _gpt2_config(settings.model.model, 0.1, 50256)
+    needed = with_weights and not model_settings.from_scratch
+    download_it = partial(download, name, model_settings.model_revision, needed, offline)
+    if is_local_model(name) or not scratch_without_hub(model_settings):
+        folder = name if is_local_model(name) else download_it()
+        config = _read_config(folder, name)
+        return Located(config, folder, None if model_settings.from_scratch else folder, [])
+    config = _gpt2_config(name, 0.1, 50256)
     try:
-        folder = download(settings)
-        _read_tokenizer(folder, settings)
-        return config, folder, None, []
+        folder = download_it()
+        _read_tokenizer(folder, name)
+        return Located(config, folder, None, [])
     except UserError:
-        notice = (
-            f"The tokenizer of {settings.model.model} is not available: using the embedded one."
-        )
-        return config, embedded_tokenizer(settings), None, [notice]
+        notice = f"The tokenizer of {name} is not available: using the embedded one."
+        return Located(config, embedded_tokenizer(cache_dir), None, [notice])
 
 
-def _prepare_folders(settings: Settings, shared: bool) -> dict:
+def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Prepared:
     """Prepare folders with weights and tokenizer that every rank of the node can load.
 
     Args:
+        name: --model.
         shared: save random weights, too; otherwise `ModelSpec.load` draws them.
     """
-    config, tokenizer, folder, notices = _locate(settings)
-    entries = len(_read_tokenizer(tokenizer, settings))
+    config, tokenizer, folder, notices = located
+    entries = len(_read_tokenizer(tokenizer, name))
     added = max(0, entries - config.get_text_config().vocab_size)
     enlarged, model = added > 0, None
     random, new_rows = enlarged or folder is None, added if folder else 0
-    own_head = folder is not None and weights.check_folder(
-        folder, config, f"--model {settings.model.model}"
-    )
+    own_head = folder is not None and weights.check_folder(folder, config, f"--model {name}")
     if own_head:
         weights.untie(config)
         notices.append(
             "The output layer differs from the embedding in the weight files, although config.json "
             "ties them (tie_word_embeddings): the weight in the files is used, and trained alone."
         )
-    torch.manual_seed(settings.training.seed)
+    torch.manual_seed(seed)
     if folder is None and (shared or enlarged):
         model = weights.from_config(config)
     elif folder and enlarged:
         model, info = weights.from_folder(folder, config)
         weights.report_differences(folder, model, info)
     if model and enlarged:
-        torch.manual_seed(settings.training.seed)
+        torch.manual_seed(seed)
         model.resize_token_embeddings(entries)
         config = model.config
         notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
-    if random:
+    if folder is None or enlarged:
         folder = weights.save_temporarily(config, model)
     return {
         "weights": folder,
@@ -410,25 +440,30 @@ def _read_generation_config(folder: str, config: transformers.PretrainedConfig) 
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
-def _read_tokenizer(folder: str, settings: Settings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a folder, with the template of --chat_template."""
+def _read_tokenizer(
+    folder: str, name: str, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a folder.
+
+    Args:
+        name: --model, for messages.
+        chat_template: a file with the template of conversations; None: the tokenizer's own.
+    """
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
         raise UserError(
-            f"--model {settings.model.model}: there are no tokenizer files "
+            f"--model {name}: there are no tokenizer files "
             "(tokenizer.json, or vocab.json and merges.txt)."
         )
     options = {"local_files_only": True, **weights.NO_REMOTE_CODE}
-    with refused_as(
-        f"--model {settings.model.model}: its tokenizer files cannot be used; copy them again"
-    ):
+    with refused_as(f"--model {name}: its tokenizer files cannot be used; copy them again"):
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         except Exception:
             _name_damaged_file(Path(folder))
             raise
-    if settings.data.chat_template:
-        tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8")
+    if chat_template:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -453,7 +488,7 @@ def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GP
     return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
-def embedded_tokenizer(settings: Settings) -> str:
+def embedded_tokenizer(cache_dir: str | None) -> str:
     """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference."""
     from pydoc_data.topics import topics
 
@@ -471,7 +506,7 @@ def embedded_tokenizer(settings: Settings) -> str:
         ).save_pretrained(folder)
         return {}
 
-    cache = Cache(cache_folder(settings.data.cache_dir))
+    cache = Cache(cache_folder(cache_dir))
     # transformers 4 cannot read what transformers 5 writes.
     written_by = transformers.__version__.partition(".")[0]
     folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-{written_by}-{digest}", train)

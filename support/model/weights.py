@@ -19,7 +19,7 @@ from support.errors import OutOfMemory, UserError, first_line, look_up, refused_
 from support.files import weight_files
 from support.files.atomic import TemporaryFolder
 from support.files.safetensors_writer import save_file
-from support.settings.settings import Settings
+from support.strategies.strategy import Strategy
 
 # Errors of a forward pass with fake tensors that do not show an error of the model.
 NOT_WITH_FAKE_TENSORS = (
@@ -39,14 +39,15 @@ NOT_BUILT = "{}: no model can be built from the values in its config.json"
 NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
-def weights_dtype(settings: Settings, ctx: DistContext) -> torch.dtype:
+def weights_dtype(strategy: Strategy, adapters: bool, ctx: DistContext) -> torch.dtype:
     """Return the dtype of a model's weights in memory, before an engine converts them.
 
     Weights that are updated need fp32. Frozen weights under adapters have the computations' dtype.
+
+    Args:
+        adapters: only adapters are trained.
     """
-    if settings.model.lora_r is None:
-        return torch.float32
-    return ctx.dtype if settings.parallelism.configured.mixes_dtypes() else torch.float32
+    return ctx.dtype if adapters and strategy.mixes_dtypes() else torch.float32
 
 
 def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:

@@ -84,7 +84,8 @@ def open_run(
     meter = create_meter(ctx, memory, step_memory, state)
     trackers, trace = None, None
     if settings.output.report_to and ctx.is_main:
-        trackers = Trackers(settings.output, settings.flags(), folder.path, state.step)
+        flags = {**settings.flags(), "seq_length": spec.seq_length}
+        trackers = Trackers(settings.output, flags, folder.path, state.step)
     if settings.debug.profile:
         trace, stop = start_trace(settings.debug.profile, ctx)
         at_end.insert(0, stop)

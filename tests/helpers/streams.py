@@ -15,8 +15,9 @@ def tokenized(file, tokenizer, root, *flags, bad=0):
     from support.data.tokenize import tokenize_once
     from support.files.cache import Cache
 
-    settings = parse_arguments([str(flag) for flag in flags])
-    source = open_source(str(file), settings, RowOptions.of(settings, tokenizer))
+    data = parse_arguments([str(flag) for flag in flags]).data
+    options = RowOptions.of(data, tokenizer)
+    source = open_source(str(file), data, options, eval_only=False)
     return tokenize_once(source, tokenizer, Cache(Path(root)), lambda n: None, bad)
 
 
@@ -28,6 +29,7 @@ def ids_of(prepared):
 
 def stream_of(file, tokenizer, **flags):
     """A Stream of one rank."""
+    from support.data.sequences import Padding
     from support.data.streaming import open_stream
 
     small = "--seq_length 16 --batch_size 2 --max_steps 50 --shuffle_buffer 4 --max_bad_rows 9"
@@ -36,4 +38,5 @@ def stream_of(file, tokenizer, **flags):
     cpu = SimpleNamespace(type="cpu")
     ctx = SimpleNamespace(rank=0, world_size=1, is_main=True, device=cpu)
     ctx.all_gather = lambda value: [value]
-    return open_stream(settings, ctx, tokenizer)[0]
+    padding = Padding.of(settings.data.seq_length, False, "cpu")
+    return open_stream(settings.data, settings.training, ctx, tokenizer, padding)[0]

@@ -39,7 +39,7 @@ def items(path):
     """What a file or folder holds: its texts, and its bad rows (also that it cannot be read)."""
     texts, bad = [], []
     try:
-        source = open_source(str(path), parse_arguments([]), RowOptions())
+        source = open_source(str(path), parse_arguments([]).data, RowOptions(), eval_only=False)
         for _, row in source.splits["train"](None):
             is_good = isinstance(row, Row)
             (texts if is_good else bad).append("".join(row.pieces) if is_good else str(row))

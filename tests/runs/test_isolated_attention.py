@@ -78,11 +78,14 @@ def test_loss_of_a_sequence_is_the_loss_of_its_documents_alone(name):
 # Some of them keep documents apart in attention, but not with transformers' mask for SDPA.
 @pytest.mark.parametrize("name", ["opt", "bloom", "mamba", "gpt_neo"])
 def test_what_cannot_be_isolated_is_refused(name):
-    args = SimpleNamespace(model="the-model", isolate_documents=True, packing=False)
     tokenizer = SimpleNamespace(eos_token_id=0)
-    isolation.check_isolation(config_of("gpt2"), tokenizer, args)
+
+    def check(config):
+        isolation.check_isolation(config, tokenizer, "the-model", packing=False)
+
+    check(config_of("gpt2"))
     with pytest.raises(UserError, match=rf"layers of the-model \({name}\)"):
-        isolation.check_isolation(config_of(name), tokenizer, args)
+        check(config_of(name))
     tokenizer.eos_token_id = None
     with pytest.raises(UserError, match="no end-of-text token"):
-        isolation.check_isolation(config_of("gpt2"), tokenizer, args)
+        check(config_of("gpt2"))

@@ -4,7 +4,6 @@ which files of a folder are data, which examples have a target, and what --gener
 
 import json
 from copy import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -237,8 +236,8 @@ def read(tokenizer, folder, length, conversations):
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = tokenized(folder / "chat.jsonl", tokenizer, folder)
-    settings = parse_arguments(["--seq_length", str(length)])
-    sequences, facts = open_split(prepared, "train", settings, Padding(length, 8))
+    data = parse_arguments([]).data
+    sequences, facts = open_split(prepared, "train", data, Padding(length, 8))
     return *sequences.read(np.arange(1))[:2], facts
 
 
@@ -263,7 +262,7 @@ def test_the_plain_template_without_an_end_of_text_token(tmp_path):
 
 def test_nothing_to_evaluate_on():
     with pytest.raises(UserError, match=r"nothing to evaluate on.*--eval_only"):
-        check_validation(Sequences.none(Padding(8, 8)), parse_arguments(["--eval_only"]))
+        check_validation(Sequences.none(Padding(8, 8)), parse_arguments(["--eval_only"]).training)
 
 
 # patterns, and what they choose of a.txt, b.md, config.json, sub/a.txt, sub/deep/c.TXT
@@ -315,9 +314,9 @@ def test_what_is_prompted_with_the_template(tokenizer):
     tokenizer.chat_template = PROMPT
     is_chat = {}
     for eval_only in (False, True):
-        args = SimpleNamespace(generate="the dog", eval_only=eval_only)
         for kind in ("chat", "text", "pair", None):  # None: a stream before its first row
-            is_chat[eval_only, kind] = prompt_for(args, tokenizer, {"kind": kind}).is_chat
+            prompt = prompt_for("the dog", tokenizer, {"kind": kind}, eval_only)
+            is_chat[eval_only, kind] = prompt.is_chat
     assert {case for case, found in is_chat.items() if found} == {
         *((False, "chat"), (True, "chat"), (True, "text"), (True, None))
     }

@@ -380,7 +380,7 @@ def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda mask, *_: mask is None)
     ctx = DistContext(MagicMock(), torch.device(device), "gloo", MagicMock())
     ctx.precision = precision
-    configure_transformers(parse_arguments([]), ctx)
+    configure_transformers(False, ctx)
     model = read_architecture(QWEN, "qwen")
     work = Workload(model, 1, precision=precision, device=device)
     work = replace(work, capability=ctx.capability, attention_mask=masked)

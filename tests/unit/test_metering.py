@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.cli.parse import parse_arguments
 from support.report import step_meter
 from support.report.metrics_file import MetricsFile, read_metrics
 from support.report.peak_flops import peak_flops
@@ -177,8 +178,8 @@ def test_a_tracker_that_cannot_start_on_a_full_disk_ends_nothing(capsys, tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("support.report.trackers.tensorboard", fail)
-    args = SimpleNamespace(tags=[], report_to=["tensorboard"], logging_dir=None)
-    trackers = Trackers(args, tmp_path, 0)
+    settings = parse_arguments(["--report_to", "tensorboard"])
+    trackers = Trackers(settings, tmp_path, step=0, seq_length=256)
     trackers.log({"step": 1, "loss": 2.0})
     trackers.close()
     assert capsys.readouterr().out.count("No space left") == 1
@@ -190,8 +191,7 @@ def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    args = SimpleNamespace(tags=[], report_to=[], logging_dir=None)
-    trackers = Trackers(args, tmp_path, 0)
+    trackers = Trackers(parse_arguments([]), tmp_path, step=0, seq_length=256)
     trackers.started["broken"] = Tracker(fail, fail)
     trackers.started["working"] = Tracker(lambda *point: points.append(point), fail)
     for step in (1, 2):

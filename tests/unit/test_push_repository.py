@@ -10,6 +10,7 @@ from local_hub import TOKEN, Hub
 
 from support.errors import UserError
 from support.model import push
+from support.settings.output import OutputSettings
 
 
 @pytest.fixture
@@ -24,8 +25,8 @@ def empty_hub(tmp_path, monkeypatch):
 
 
 def opened(name: str, private: bool, folder) -> str | None:
-    args = SimpleNamespace(push_to_hub=True, hub_model_id=name, hub_private_repo=private)
-    return push.open_repository(args, folder, SimpleNamespace(is_main=True))
+    output = OutputSettings(push_to_hub=True, hub_model_id=name, hub_private_repo=private)
+    return push.open_repository(output, folder, SimpleNamespace(is_main=True))
 
 
 def test_a_private_push_never_goes_to_a_public_repository(empty_hub, tmp_path):

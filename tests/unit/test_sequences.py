@@ -52,9 +52,11 @@ def pairs(tmp_path):
     return file
 
 
-def arguments(packing: bool, **flags):
-    settings = parse_arguments(["--batch_size", "4", "--seq_length", str(LENGTH)])
-    return settings.replace(packing=packing, seed=0, **flags)
+def sections(packing: bool, *flags: str):
+    """The settings of data and training."""
+    flags = (*"--batch_size 4 --seed 0 --seq_length".split(), str(LENGTH), *flags)
+    settings = parse_arguments([*flags, *["--packing"] * packing])
+    return settings.data, settings.training
 
 
 PADDING = Padding(LENGTH, 8)
@@ -76,7 +78,7 @@ def examples_of(inputs, labels, positions) -> list[tuple[list, list]]:
 def test_packed_sequences_have_the_same_examples(pairs, tmp_path):
     prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path)
     (plain, held_out, facts), (packed, held_out_packed, packed_facts) = (
-        split_sequences(prepared, arguments(packing), PADDING) for packing in (False, True)
+        split_sequences(prepared, *sections(packing), PADDING) for packing in (False, True)
     )
     for alone, together in ((plain, packed), (held_out, held_out_packed)):
         everything = np.arange(together.num_sequences)
@@ -128,17 +130,17 @@ def test_packing_is_refused_for_text(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n")
     prepared = tokenized(tmp_path / "rows.jsonl", tokenizer_of("gpt2"), tmp_path)
     with pytest.raises(UserError, match="use --isolate_documents"):
-        open_split(prepared, "train", arguments(packing=True), PADDING)
+        open_split(prepared, "train", sections(packing=True)[0], PADDING)
     with pytest.raises(UserError, match="always isolates"):
         parse_arguments(["--packing", "--no_isolate_documents"])
 
 
 def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_path):
-    settings = arguments(packing=False, validation_split_percentage=25)
+    quarter = sections(False, "--validation_split_percentage", "25")
     counts = []
     for flags in ([], ["--validation_file", str(pairs)]):
         prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path, *flags)
-        train, validation, _ = split_sequences(prepared, settings, PADDING)
+        train, validation, _ = split_sequences(prepared, *quarter, PADDING)
         counts.append((train.num_sequences, validation.num_sequences))
     assert counts == [(30, 10), (40, 40)]
 
@@ -146,9 +148,8 @@ def test_a_percentage_is_held_out_only_without_a_validation_split(pairs, tmp_pat
 @pytest.mark.parametrize("packing", [False, True])
 def test_nothing_is_held_out_with_a_share_of_0(pairs, tmp_path, packing):
     prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path)
-    settings = parse_arguments(["--validation_split", "0", "--seq_length", str(LENGTH)])
-    settings = settings.replace(packing=packing, seed=0)
-    train, validation, facts = split_sequences(prepared, settings, PADDING)
+    nothing = sections(packing, "--validation_split", "0")
+    train, validation, facts = split_sequences(prepared, *nothing, PADDING)
     assert len(train.ranges) == 40 and validation.num_sequences == 0
     assert facts["validation"]["blocks"] == 0
 
@@ -253,8 +254,8 @@ def test_tokens_that_change_after_they_were_verified_are_not_trained_on(
     pairs, tmp_path, change, packing
 ):
     prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path / "cache")
-    settings = arguments(packing, validation_split=0.3)
-    opened = split_sequences(prepared, settings, PADDING)[:2]
+    some = sections(packing, "--validation_split", "0.3")
+    opened = split_sequences(prepared, *some, PADDING)[:2]
     file = f"{prepared['folder']}/train.bin"
     for sequences in opened:
         sequences.read(np.arange(2))
@@ -266,20 +267,20 @@ def test_tokens_that_change_after_they_were_verified_are_not_trained_on(
 
 def test_a_cache_that_is_removed_during_training_is_still_read(pairs, tmp_path):
     prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path / "cache")
-    sequences, _ = open_split(prepared, "train", arguments(False), PADDING)
+    sequences, _ = open_split(prepared, "train", sections(False)[0], PADDING)
     before = sequences.read(np.arange(40))
     for file in os.scandir(prepared["folder"]):
         os.unlink(file)
     assert all(map(torch.equal, sequences.read(np.arange(40))[:2], before[:2]))
     with pytest.raises(TrainingError, match=r"index\.bin"):
-        open_split(prepared, "train", arguments(False), PADDING)
+        open_split(prepared, "train", sections(False)[0], PADDING)
 
 
 def test_an_index_that_changes_after_it_was_verified(pairs, tmp_path):
     prepared = tokenized(pairs, tokenizer_of("gpt2"), tmp_path / "cache")
     os.truncate(f"{prepared['folder']}/train.index.bin", 96)
     with pytest.raises(TrainingError, match=r"train\.index\.bin"):
-        open_split(prepared, "train", arguments(False), PADDING)
+        open_split(prepared, "train", sections(False)[0], PADDING)
 
 
 ROW = json.dumps({"text": "the quick brown fox " * 40}) + "\n"

@@ -96,11 +96,11 @@ def notices(file, tokenizer, folder, capsys, *flags):
     ctx = SimpleNamespace(device=SimpleNamespace(type="cpu"), once_per_node=lambda name, do: do())
     ctx.all_gather = lambda value: [value]
     capsys.readouterr()
-    open_corpus(settings, ctx, tokenizer, str(file))
+    data = settings.data
+    padding = Padding(data.seq_length, 8)
+    open_corpus(data, settings.training, ctx, tokenizer, padding, str(file))
     found.append(capsys.readouterr().out)
-    stream = stream_of(
-        file, tokenizer, packing=settings.data.packing, seq_length=settings.data.seq_length
-    )
+    stream = stream_of(file, tokenizer, packing=data.packing, seq_length=data.seq_length)
     stream.first_sequence()
     found.append(capsys.readouterr().out)
     return [[line for line in out.splitlines() if "ℹ️" in line] for out in found]
@@ -146,10 +146,9 @@ def test_answers_that_are_cut_before_their_end(tmp_path, capsys):
     assert all("--seq_length" in line for [line] in told)
     prepared = tokenized(file, tokenizer, tmp_path)
     for length, count in ((8, 0), (64, 1), (4096, 3)):
-        settings = parse_arguments(["--seq_length", str(length)])
-        assert (
-            open_split(prepared, "train", settings, Padding(length, 8))[1]["trained_ends"] == count
-        )
+        data = parse_arguments([]).data
+        _, facts = open_split(prepared, "train", data, Padding(length, 8))
+        assert facts["trained_ends"] == count
     tokenizer.eos_token = None
     told = notices(file, tokenizer, tmp_path, capsys)
     assert all("eos_token" in line for [line] in told)

@@ -170,5 +170,5 @@ def test_a_resumed_run_continues_the_counters():
     state.advance()
     saved = state.counters()
     assert saved["step"] == 1 and saved["samples"] == 4 and saved["tokens"] == 64
-    resumed = train_state(saved, SimpleNamespace(num_sequences=10), settings, world_size=1)
+    resumed = train_state(saved, SimpleNamespace(num_sequences=10), settings.training, 1)
     assert resumed.counters() == saved and resumed.first_step == 1

@@ -1,0 +1,32 @@
+"""What is known about the rows of a split and about a dataset, as JSON."""
+
+from typing import Any, TypedDict
+
+
+class Kinds(TypedDict):
+    """The rows that were read, see `rows.check_kind`."""
+
+    kind: str | None  # as `rows.Row.kind`; None before the first row
+    formats: list[str]  # names of their formats
+
+
+class SplitFacts(TypedDict, total=False):
+    """The facts about a split in results.json; the part of a split that is held out has few."""
+
+    kind: str | None
+    formats: list[str]
+    rows: int
+    tokens: int
+    sha256: str  # of the text
+    tokens_sha256: str  # of the tokens, which a chat template may change with the date
+    truncated: int  # examples that are longer than a sequence
+    skipped: int  # empty documents, or examples without a target
+    trained_ends: int  # examples with an answer that ends with a trained end token
+    blocks: int  # sequences
+    padding_share: float  # of the micro-batches of the first epoch
+
+
+# The entry of a dataset in results.json: SplitFacts of the training split, "name", "validation"
+# (SplitFacts of this split), "bad_rows" (a line about each), and what several datasets or a stream
+# add.
+DatasetFacts = dict[str, Any]
