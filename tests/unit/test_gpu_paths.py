@@ -296,7 +296,7 @@ def test_gpus_that_slurm_assigned_and_nobody_sees(monkeypatch, capsys, assigned,
         monkeypatch.setenv("SLURM_GPUS_ON_NODE", assigned)
     flags = ["--device", device, "--epochs", "10", "--batch_size", "32", "--lr", "0.001"]
     ctx = SimpleNamespace(device=torch.device("cpu"), precision="fp32", world_size=1)
-    say_settings(parse_arguments(flags), ctx)
+    say_settings(parse_arguments(flags).training, ctx)
     lines = capsys.readouterr().out.splitlines()
     assert ("Slurm" in lines[0]) == noticed
     assert lines[-2].startswith("Device: cpu")

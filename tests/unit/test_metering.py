@@ -179,7 +179,7 @@ def test_a_tracker_that_cannot_start_on_a_full_disk_ends_nothing(capsys, tmp_pat
 
     monkeypatch.setattr("support.report.trackers.tensorboard", fail)
     settings = parse_arguments(["--report_to", "tensorboard"])
-    trackers = Trackers(settings, tmp_path, step=0, seq_length=256)
+    trackers = Trackers(settings.output, settings.flags(), tmp_path, step=0)
     trackers.log({"step": 1, "loss": 2.0})
     trackers.close()
     assert capsys.readouterr().out.count("No space left") == 1
@@ -191,7 +191,8 @@ def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    trackers = Trackers(parse_arguments([]), tmp_path, step=0, seq_length=256)
+    settings = parse_arguments([])
+    trackers = Trackers(settings.output, settings.flags(), tmp_path, step=0)
     trackers.started["broken"] = Tracker(fail, fail)
     trackers.started["working"] = Tracker(lambda *point: points.append(point), fail)
     for step in (1, 2):

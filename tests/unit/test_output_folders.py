@@ -142,11 +142,17 @@ def test_hosts_that_do_not_share_the_folder_are_found(tmp_path, monkeypatch):
 )
 def test_only_checkpoints_need_a_folder_that_all_nodes_share(capfd, flags, refused):
     settings = parse_arguments(flags)
+    where = (
+        settings.output,
+        settings.training.load_best_at_end,
+        "out on node1",
+        ["node2", "node3"],
+    )
     if refused:
         with pytest.raises(UserError, match=f"node2, node3 do not share .* leave out {refused}"):
-            settle_without_shared_disk(settings, "out on node1", ["node2", "node3"])
+            settle_without_shared_disk(*where)
     else:
-        settle_without_shared_disk(settings, "out on node1", ["node2", "node3"])
+        settle_without_shared_disk(*where)
         assert "out on node1" in capfd.readouterr().out
 
 

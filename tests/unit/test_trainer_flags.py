@@ -96,22 +96,25 @@ def test_a_flag_that_is_refused(flags, message):
 
 def test_adam_settings_reach_the_optimizer():
     adam = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
-    args, layer = parse_arguments(adam), torch.nn.Linear(2, 2)
-    optimizer = create_optimizer(parameter_groups(layer, args), args)
+    layer = torch.nn.Linear(2, 2)
+    groups = parameter_groups(layer, weight_decay=0.01)
+    optimizer = create_optimizer(groups, parse_arguments(adam).training)
     assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-6
 
 
 def test_weight_decay_is_for_matrices_only():
-    settings = parse_arguments(["--weight_decay", "0.5"])
+    weight_decay = parse_arguments(["--weight_decay", "0.5"]).training.weight_decay
     layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    decay = {p: g["weight_decay"] for g in parameter_groups(layers, settings) for p in g["params"]}
+    groups = parameter_groups(layers, weight_decay)
+    decay = {p: group["weight_decay"] for group in groups for p in group["params"]}
     found = {name: decay[parameter] for name, parameter in layers.named_parameters()}
     assert found == {"0.weight": 0.5, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}
 
 
 def test_warmup_ratio_is_a_share_of_all_steps():
     def rates(*flags):
-        return [learning_rate(step, 25, parse_arguments([*flags])) for step in range(25)]
+        training = parse_arguments([*flags]).training
+        return [learning_rate(step, 25, training) for step in range(25)]
 
     ratio = rates("--warmup_ratio", "0.1")  # 2.5 steps, rounded up
     assert ratio == rates("--warmup_steps", "3") != rates()

@@ -59,9 +59,9 @@ def one_step(ctx, monkeypatch):
         micro_batches = [(torch.full((2, 4), n + 1), torch.ones(2, 4), None) for n in range(3)]
         state = TrainState(total_steps=9, num_sequences=99, global_batch=6, step=step)
         run.manager.stop_requested.return_value = False
-        settings = parse_arguments(["--max_grad_norm", "0.5", "--lr", "0.1"])
+        training = parse_arguments(["--max_grad_norm", "0.5", "--lr", "0.1"]).training
         run.objects, run.state, run.manager.is_due.return_value = objects, state, False
-        train_epoch(run, [StepBatch(micro_batches, tokens=24)], settings, ctx)
+        train_epoch(run, [StepBatch(micro_batches, tokens=24)], training, ctx)
         norm = run.log.log_step.call_args.args[2]
         return model.weight.detach(), gradients, norm, seeds[-3:]
 
