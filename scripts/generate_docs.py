@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import PROJECT
 from support.cli.flags import GROUPS, IGNORED, HelpFormatter, build_parser, names_in_help
+from support.known_models import GPT2_SHAPES
 from support.memory.estimate import predict_all
 from support.memory.find_architecture import find_architecture
 from support.report.compare import TOLERANCES
-from support.tables import GPT2_SHAPES
 from support.text_tables import replace_section
 from support.units import GB
 from support.workload.workload import Workload

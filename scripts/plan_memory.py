@@ -36,6 +36,7 @@ from support.cli.parse import parse_arguments
 from support.cli.parser import Options, Parser
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files.weight_files import NAMES as WEIGHTS
+from support.gpu_generations import HOPPER, TURING
 from support.memory import fit
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate, predict_all, supporting
 from support.memory.find_architecture import find_architecture
@@ -46,7 +47,7 @@ from support.settings import flag_types
 from support.settings.data import choose_seq_length
 from support.strategies.strategy import FlagValues
 from support.text_tables import text_table
-from support.units import GB, HOPPER, TURING
+from support.units import GB
 from support.workload.activations import STEP
 from support.workload.architectures import name_on_hub
 from support.workload.workload import Workload, adapters

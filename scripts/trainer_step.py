@@ -32,10 +32,10 @@ from support.cluster.launch import Launch
 from support.cluster.process_group import single_process
 from support.data.opening import open_tokenized
 from support.data.sequences import Padding, Sequences
+from support.loss_chunks import IGNORED
 from support.model import resolve as models
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
-from support.units import IGNORED
 
 # Flags of training that have the same name and meaning in TrainingArguments.
 SAME = """

@@ -31,12 +31,12 @@ from support.errors import (
     redact,
 )
 from support.files.user_files import check_readable, read_json
+from support.known_models import EMBEDDED_MODEL
 from support.optimizers import OPTIMIZERS
 from support.settings.command import CommandSettings
 from support.settings.model import ModelSettings
 from support.settings.settings import Settings
 from support.strategies.strategy import FlagValues
-from support.tables import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from torch import nn

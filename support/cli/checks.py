@@ -8,10 +8,10 @@ from pathlib import Path
 from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import read_text
+from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
 from support.settings.data import Dataset, DataSettings, default_dataset
 from support.settings.model import ModelSettings
 from support.settings.output import OutputSettings
-from support.tables import EMBEDDED_MODEL, GPT2_SHAPES
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 

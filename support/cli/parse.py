@@ -9,13 +9,13 @@ from support.cli.flags import IGNORED, build_parser
 from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import shown
+from support.known_models import EMBEDDED_MODEL
 from support.optimizers import OPTIMIZERS
 from support.settings.data import Dataset, default_dataset
 from support.settings.settings import DEFAULTS, FLAGS, Settings
 from support.settings.training import default_learning_rate
 from support.strategies.strategy import Flags, FlagValues, Resolved, Strategy
 from support.strategies.table import STRATEGIES
-from support.tables import EMBEDDED_MODEL
 
 # Flags of Trainer and accelerate that set others (see trainer_flags.py).
 SHORTCUTS = {"bf16", "fp16", "use_cpu", "deepspeed", "fsdp"}

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from support.cluster import gpus
 from support.cluster.launch import Launch
 from support.errors import UserError
+from support.gpu_generations import AMPERE
 from support.programs import prefer_own_ninja
-from support.units import AMPERE
 
 if TYPE_CHECKING:
     import torch

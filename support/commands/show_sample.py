@@ -10,10 +10,10 @@ from support.cluster.context import DistContext
 from support.data.opening import open_stream, open_tokenized
 from support.data.sequences import Padding, micro_batch
 from support.errors import EXIT_COMPLETED
+from support.loss_chunks import IGNORED
 from support.model import resolve as models
 from support.settings.data import choose_seq_length
 from support.settings.settings import Settings
-from support.units import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

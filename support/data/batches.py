@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from support import console
 from support.data.sequences import MicroBatch, Sequences
 from support.data.stream_state import StreamState
+from support.loss_chunks import IGNORED
 from support.settings.training import TrainingSettings
 from support.train_state import NEW_RUN, TrainState
-from support.units import IGNORED
 
 
 def steps_of(num_sequences: int, batch: int) -> int:

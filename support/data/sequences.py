@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from support.data.token_file import TokenFile
-from support.units import IGNORED
+from support.loss_chunks import IGNORED
 
 # Inputs, labels, and the positions of the tokens in their documents (None: not isolated), each
 # int64 of shape [sequences, length].

@@ -12,9 +12,10 @@ PyTorch and DeepSpeed 0.19 use.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from support.gpu_generations import HOPPER
 from support.optimizers import OPTIMIZERS
 from support.strategies.table import STRATEGIES
-from support.units import GB, HOPPER, KB, MB
+from support.units import GB, KB, MB
 from support.workload import activations
 from support.workload.activations import BACKWARD, LOSS, STEP, Term
 from support.workload.workload import Workload

@@ -7,7 +7,7 @@ from support.cli.hub import download_config
 from support.errors import UserError
 from support.files import weight_files
 from support.files.user_files import read_json
-from support.tables import CONFIGS
+from support.known_models import CONFIGS
 from support.workload.architectures import (
     EMBEDDINGS,
     KNOWN_MODELS,

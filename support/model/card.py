@@ -6,7 +6,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from support.cli.checks import is_local_model
 from support.errors import redact
-from support.tables import EMBEDDED_MODEL
+from support.known_models import EMBEDDED_MODEL
 
 # Keys of results.json in the table of results.
 RESULTS = """

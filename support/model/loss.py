@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from support.loss_chunks import IGNORED, fits_in_graph, number_of_chunks
 from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 from support.strategies.wrapped import unwrapped
-from support.units import IGNORED, fits_in_graph, number_of_chunks
 
 # Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
 COMPUTED_IN_BACKWARD = (torch.float16,)

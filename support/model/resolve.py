@@ -28,6 +28,8 @@ from support.errors import TrainingError, UserError, redact, refused_as
 from support.files.atomic import remove_temporary_folder, write_text
 from support.files.cache import Cache, cache_folder
 from support.files.user_files import read_json, read_text
+from support.gpu_generations import shares_keys
+from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
 from support.model.download import download
 from support.model.isolation import check_isolation
@@ -37,8 +39,6 @@ from support.settings.data import choose_seq_length
 from support.settings.model import ModelSettings
 from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
-from support.tables import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
-from support.units import shares_keys
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -481,7 +481,7 @@ def _name_damaged_file(folder: Path) -> None:
 
 
 def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:
-    """Return the configuration of a GPT-2 architecture in support/tables.py."""
+    """Return the configuration of a GPT-2 architecture in support/known_models.py."""
     settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
     settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)

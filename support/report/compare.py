@@ -21,9 +21,8 @@ from support.files.json_types import JsonObject
 from support.files.user_files import shown
 from support.report.causes import Difference, causes_of, differences_of
 from support.report.metrics_file import read_metrics
-from support.report.results_types import wrong_key
+from support.report.results_types import PHASES, wrong_key
 from support.strategies.table import STRATEGIES
-from support.units import PHASES
 
 # In TF32, bf16 and fp16 the losses of a single step may differ by percents where an unusual
 # sequence makes the loss jump; if a strategy trains another model, the difference lasts. So in

@@ -15,6 +15,7 @@ from support.cli.flags import shown_flags
 from support.cluster import tuning
 from support.cluster.context import DistContext
 from support.errors import TrainingError, redact
+from support.gpu_generations import AMPERE
 from support.memory import measure
 from support.model.resolve import ModelSpec
 from support.optimizers import OPTIMIZERS
@@ -22,7 +23,6 @@ from support.report.run_plan import RunPlan
 from support.report.step_meter import StepMeter
 from support.settings.settings import Settings
 from support.train_state import TrainState
-from support.units import AMPERE
 
 # Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """

@@ -15,6 +15,7 @@ from support.files.json_types import (
     record,
 )
 
+PHASES = ("data", "forward", "backward", "update")  # of an optimizer step
 SIMPLE = either(is_switch, is_number, is_text)
 COLLECTIVE = record({"calls": is_number, "sent_bytes": is_number}, message_bytes=is_number)
 HARDWARE = record(

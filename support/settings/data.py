@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from support.errors import UserError
+from support.known_models import EMBEDDED_MODEL
 from support.settings import flag_types
 from support.settings.fields import COMPUTED, flag, switch
-from support.tables import EMBEDDED_MODEL
 
 
 class Dataset(NamedTuple):

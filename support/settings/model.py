@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from support.known_models import EMBEDDED_MODEL
 from support.settings import flag_types
 from support.settings.fields import flag, switch
-from support.tables import EMBEDDED_MODEL
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from support.errors import TrainingError
 from support.optimizers import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.strategies.objects import TrainingObjects
 from support.strategies.wrapped import base_optimizer, is_fsdp_module, local_part
-from support.units import NORM_CHUNK
+
+NORM_CHUNK = 2**16  # elements of a gradient whose squares are summed in fp32 for the norm
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

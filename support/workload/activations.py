@@ -7,7 +7,7 @@ numbers are for other kernels). Dropout is not counted. All results are in bytes
 
 from typing import NamedTuple
 
-from support.units import number_of_chunks
+from support.loss_chunks import number_of_chunks
 from support.workload.workload import Workload
 
 # Moments of an optimizer step at which its memory can be at its peak: while the loss is computed;

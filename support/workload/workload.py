@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from support.errors import UserError
+from support.gpu_generations import HOPPER, shares_keys
+from support.loss_chunks import fits_in_graph
 from support.optimizers import OPTIMIZERS
-from support.units import HOPPER, fits_in_graph, shares_keys
 from support.workload.architectures import Architecture
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.

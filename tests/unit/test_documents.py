@@ -157,7 +157,7 @@ See `--no_such_either`, `support/missing.py`,
 `NO_SUCH_SETTING=1`. It has 4<!-- value: support.commands.prove.SEQUENCES --> rows.
 
 ```diff
---- a/support/tables.py
+--- a/support/known_models.py
 +STRATEGIES = {}
  STRATEGIES = {}
 ```

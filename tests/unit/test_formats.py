@@ -20,7 +20,7 @@ from support.data.rows import BadRow, Row, RowOptions, columns_of_table, read_ro
 from support.data.sequences import Padding, Sequences
 from support.errors import UserError
 from support.files.folders import files_of
-from support.units import IGNORED
+from support.loss_chunks import IGNORED
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a list?"}]
 ALPACA = {"instruction": "Add the numbers.", "input": "1, 2", "output": "3", "text": "all of it"}

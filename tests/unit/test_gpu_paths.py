@@ -25,9 +25,9 @@ from support.cluster.tuning import choose_device, choose_hardware, choose_precis
 from support.data.batches import copy_ahead
 from support.errors import MissingRequirement, UserError
 from support.model.resolve import configure_transformers
+from support.report.results_types import PHASES
 from support.report.start_log import say_settings
 from support.report.step_meter import StepMeter
-from support.units import PHASES
 from support.workload.architectures import read_architecture
 from support.workload.workload import Workload
 

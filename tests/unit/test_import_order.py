@@ -17,8 +17,8 @@ ORDER = [
     *(["startup"], ["commands"], ["report"], ["checkpoints"], ["model"], ["data"]),
     *(["cluster", "memory"], ["cli"], ["settings"], ["strategies"], ["workload"]),
     *(["files", "programs"], ["process"], ["errors"]),
-    ["console", "entry_points", "optimizers", "patches", "tables", "text_tables"],
-    ["train_state", "units"],
+    ["console", "entry_points", "known_models", "optimizers", "patches", "text_tables"],
+    ["gpu_generations", "loss_chunks", "train_state", "units"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

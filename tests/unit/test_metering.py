@@ -13,11 +13,11 @@ from support.cli.parse import parse_arguments
 from support.report import step_meter
 from support.report.metrics_file import MetricsFile, read_metrics
 from support.report.peak_flops import peak_flops
+from support.report.results_types import PHASES
 from support.report.step_log import StepLog
 from support.report.step_meter import StepMeter
 from support.report.trackers import Tracker, Trackers
 from support.train_state import TrainState
-from support.units import PHASES
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 

@@ -22,8 +22,8 @@ from support.data.packing import pack
 from support.data.sequences import Padding, Sequences, shares_of
 from support.data.token_file import TokenFile
 from support.errors import TrainingError, UserError
+from support.loss_chunks import IGNORED
 from support.settings.data import Dataset
-from support.units import IGNORED
 
 LENGTH = 64
 
