@@ -54,10 +54,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from support import other_optimizers
 from support.checkpoints.manager import CheckpointManager
 from support.cluster import process_group
 from support.cluster.context import DistContext
-from support.cluster.failures import FailureMonitor
 from support.data import batches, opening
 from support.model import resolve
 from support.model.resolve import ModelSpec
@@ -71,15 +71,12 @@ from support.strategies.objects import TrainingObjects
 
 
 def main(settings: Settings, launch: startup.Launch) -> None:
-    """Run setup_distributed() and train() on this rank; then destroy the process group.
-
-    If a rank fails, all ranks end, and the first error is reported.
-    """
+    """Run setup_distributed() and train() on this rank; if a rank fails, end all of them."""
     startup.run_on_all_ranks(setup_distributed, train, settings, launch)
 
 
 def setup_distributed(
-    settings: Settings, launch: startup.Launch, monitor: FailureMonitor
+    settings: Settings, launch: startup.Launch, monitor: process_group.FailureMonitor
 ) -> DistContext:
     """Choose the device, wait for all ranks, and initialize the process group.
 
@@ -90,8 +87,6 @@ def setup_distributed(
         launch: rank, local rank and world size, which the launcher has set as environment variables
             (RANK, LOCAL_RANK, WORLD_SIZE; under Slurm SLURM_PROCID and others).
         monitor: ends this process together with the other ranks.
-    Returns:
-        This rank's place among the ranks, its device, and collectives for Python objects.
     Raises:
         TrainingError: a rank did not arrive in time, or its versions of the code or the libraries
             differ from those of rank 0.
@@ -130,55 +125,48 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
         The wrapped model; a DeepSpeed engine must be destroyed before the process ends.
     Raises:
         UserError: an argument, the data, the model or the checkpoint to resume cannot be used.
-        TrainingError: the run failed.
-        Preempted: a rank received a stop signal; a complete checkpoint was saved.
+        TrainingError, Preempted: the run failed; or it was stopped by a signal, and has saved.
     """
-    training, output = settings.training, settings.output
-    strategy = settings.parallelism.configured  # the row of --strategy, with its options
+    training, output, strategy = settings.training, settings.output, settings.parallelism.configured
     folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
     start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
     # Where the trained model goes: a folder, with --push_to_hub also a repository.
     target = finish.find_target(output, settings.model.merge_lora, ctx, folder)
-    log = start.StartLog.open(settings, ctx, folder)  # prints and records how the run gets ready
+    log = start.open_log(settings, ctx, folder)  # prints and records how the run gets ready
     checkpoint = CheckpointManager.find(settings, ctx, folder.path)  # None without --resume
     spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
-    # The data is prepared first, so that errors in it are reported before the weights are loaded.
+    # Before the weights are loaded, so that errors in the data are reported soon.
     datasets = prepare_dataset(settings, ctx, spec)
-    log.dataset_ready(datasets, training.eval_only, settings.data.streaming)
+    log.dataset_ready(datasets, training.eval_only)
     finish.check_prompt(output.generate, spec, datasets.facts, training.eval_only)
     objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
 
-    checkpoints = folder.path / "checkpoints"
-    manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
-    # With --resume: loads weights and optimizer states. The counters are 0 in a new run.
-    counters = manager.resume(checkpoint)
+    manager = CheckpointManager.create(settings, ctx, folder.checkpoints, objects, spec, datasets)
+    counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
     state = batches.train_state(counters, datasets.train, training, ctx.world_size)
     if folder.was_complete_at(state):  # --resume of a completed run
-        finish.restore_results(folder, manager, state, training.load_best_at_end)
-        trained = manager.trained_model(None)
+        trained = finish.restore(folder, manager, state.step, training.load_best_at_end)
         finish.publish(settings, folder, target, trained, autocast(objects, ctx))
         return objects.model
 
-    run = start.open_run(settings, ctx, log, manager, state)  # log and meter of the steps
+    run = start.Run.open(settings, ctx, log, manager, state)  # log and meter of the steps
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
     start.keep_freed_memory(plan, ctx, strategy)  # on a CPU
     start.watch_steps(training, ctx, run)  # from here on a step that hangs is reported
-    eval_loss = train_and_evaluate(run, datasets, settings, ctx)
+    eval_loss = train_and_evaluate(run, datasets, training, ctx)
 
     finish.end_training(ctx, run)
     finish.load_best(run, training.load_best_at_end)
-    profile_memory = settings.debug.profile_memory
-    finish.summarize(run, ctx, plan, eval_loss, training.optim, profile_memory)
+    finish.summarize(run, ctx, plan, eval_loss, settings.debug.profile_memory)
     # Rank 0 gathers one parameter after the other, for <output_dir>/hf. --generate needs autocast.
     finish.publish(settings, folder, target, manager.trained_model(state), autocast(objects, ctx))
-    run.log.close()
-    finish.say_files(ctx, folder)
+    finish.close(ctx, run)
     return objects.model
 
 
@@ -187,18 +175,16 @@ def prepare_dataset(settings: Settings, ctx: DistContext, spec: ModelSpec) -> op
 
     One rank of each node tokenizes, unless the tokens are in the cache; all ranks memory-map the
     token file. Which rank trains on which sequences is decided in split_over_ranks.
-
-    Returns:
-        The training and the validation sequences, and facts for results.json.
     """
     # Micro-batches are padded to few lengths; to one with --compile, which compiles each length.
-    whole = settings.model.compile or ctx.simulated
-    padding = opening.Padding.of(spec.seq_length, whole, ctx.device.type)
+    one_length = settings.model.compile or ctx.simulated
+    padding = opening.Padding.of(spec.seq_length, one_length, ctx.device.type)
     # A stream is read and tokenized while the run trains.
     open_data = opening.open_stream if settings.data.streaming else opening.open_tokenized
     datasets = open_data(settings.data, settings.training, ctx, spec.tokenizer, padding)
     opening.check_validation(datasets.validation, settings.training)
-    return datasets
+    count = settings.training.eval_samples or settings.data.num_samples
+    return datasets.evaluate_on(count)  # the first of them; None: all
 
 
 def build(
@@ -207,7 +193,7 @@ def build(
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
     strategy = settings.parallelism.configured  # the row of --strategy, with its options
     if settings.training.eval_only and strategy.whole_parameters:  # every rank holds all of P
-        return load_for_evaluation(settings, ctx, spec, log)
+        return load_for_evaluation(settings.model, ctx, spec, log)
     builders: dict[str, Callable[..., TrainingObjects]] = {
         "ddp": build_ddp,
         "fsdp": build_fsdp,
@@ -217,18 +203,15 @@ def build(
 
 
 def train_and_evaluate(
-    run: start.Run, datasets: opening.Datasets, settings: Settings, ctx: DistContext
+    run: start.Run, datasets: opening.Datasets, training: TrainingSettings, ctx: DistContext
 ) -> float | None:
     """Evaluate if it is due, end if all steps are done, train until the next evaluation; repeat.
 
     Returns:
         The loss of the last evaluation, or None if there was none.
     """
-    training, data = settings.training, settings.data
-    count = training.eval_samples or data.num_samples or datasets.validation.num_sequences
-    validation = datasets.validation.take(count)
-    batch_size = training.eval_batch_size or training.batch_size
     start.say_training(ctx, run, training.eval_only)
+    validation, batch_size = datasets.validation, training.eval_batch_size or training.batch_size
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
     is_deepspeed = run.objects.strategy.engine == "deepspeed"
     train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
@@ -485,10 +468,8 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
 
     Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
     counters of `state` and, with --streaming, the position in the stream. Learning rate, dropout
-    and, without --streaming, the order of the data follow from the flags and the counters.
-
-    Args:
-        stop_requests: number of ranks that received a stop signal. Then the run saves and ends.
+    and, without --streaming, the order of the data follow from the flags and the counters. If a
+    rank received a stop signal (`stop_requests` counts them), the run saves and ends.
     """
     if run.manager.is_due(run.state):  # --save_every, --save_epochs
         run.log.flush()  # completes the counters
@@ -683,11 +664,11 @@ def partition_with_zero3(
 
 
 def load_for_evaluation(
-    settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
+    model_settings: resolve.ModelSettings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
 ) -> TrainingObjects:
     """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
     model = spec.load(ctx)
-    resolve.prepare_forward(model, settings.model, spec)
+    resolve.prepare_forward(model, model_settings, spec)
     log.model_loaded(spec)
     model.to(ctx.device)
     return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)
@@ -707,22 +688,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def create_optimizer(groups: list[dict], training: TrainingSettings) -> torch.optim.Optimizer:
-    """Return the optimizer of --optim."""
+    """Return AdamW, or another optimizer of --optim."""
+    if training.optim != "adamw":
+        return other_optimizers.create(groups, training)
     adam = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
-    if training.optim == "adamw":
-        return torch.optim.AdamW(groups, lr=training.lr, **adam, fused=True)
-    if training.optim == "sgd":
-        # The fused kernel does not support FSDP2's sharded tensors.
-        is_sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=training.lr, fused=not is_sharded)
-    if training.optim == "adafactor":
-        from transformers.optimization import Adafactor
-
-        # As Trainer configures it: --lr is the step size, as with the other optimizers.
-        return Adafactor(groups, lr=training.lr, scale_parameter=False, relative_step=False)
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(groups, lr=training.lr, **adam)
+    return torch.optim.AdamW(groups, lr=training.lr, **adam, fused=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ class Datasets(NamedTuple):
     validation: Sequences
     facts: DatasetFacts  # the dataset's entry in results.json
 
+    def evaluate_on(self, count: int | None) -> Datasets:
+        """Return a copy with the first `count` validation sequences; None: all."""
+        return self._replace(validation=self.validation.take(count)) if count else self
+
     @property
     def stream(self) -> Stream | None:
         """The training sequences of --streaming, whose position a checkpoint contains."""

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from support import console
+from support import console, units
 from support.checkpoints.manager import CheckpointManager
 from support.cluster.context import DTYPES, DistContext
 from support.data.chat import prompt_for
@@ -18,13 +18,11 @@ from support.model import export, push
 from support.model.generate import generate
 from support.model.resolve import ModelSpec
 from support.report import results
+from support.report.run import Run
 from support.report.run_folder import RESULTS, RunFolder
 from support.report.run_plan import RunPlan
-from support.report.start import Run
 from support.settings.output import OutputSettings
 from support.settings.settings import Settings
-from support.train_state import TrainState
-from support.units import GB, perplexity_of
 
 
 def find_target(
@@ -89,12 +87,7 @@ def load_best(run: Run, load_best_at_end: bool) -> None:
 
 
 def summarize(
-    run: Run,
-    ctx: DistContext,
-    plan: RunPlan,
-    eval_loss: float | None,
-    optim: str,
-    profile_memory: bool,
+    run: Run, ctx: DistContext, plan: RunPlan, eval_loss: float | None, profile_memory: bool
 ) -> None:
     """Record and print the results of the training.
 
@@ -110,23 +103,24 @@ def summarize(
         checkpoint_seconds=run.manager.seconds,
         **results.progress(state),
         eval_loss=eval_loss,
-        perplexity=None if eval_loss is None else perplexity_of(eval_loss),
+        perplexity=None if eval_loss is None else units.perplexity_of(eval_loss),
         best_eval_loss=best.get("loss"),
         best_step=best.get("step"),
         stopped_early=state.patience if state.stopped_early else None,
-        **results.measured(ctx, spec, run.meter, run.log.work, plan, optim),
+        **results.measured(ctx, spec, run.meter, run.log.work, plan),
     )
     say_results(ctx, run.folder.facts, profile_memory)
 
 
-def restore_results(
-    folder: RunFolder, manager: CheckpointManager, state: TrainState, load_best_at_end: bool
-) -> None:
-    """Take over the results of a run that was already complete, if requested its best weights."""
+def restore(
+    folder: RunFolder, manager: CheckpointManager, step: int, load_best_at_end: bool
+) -> export.TrainedModel:
+    """Take over the results of a run that was already complete; return its last or best weights."""
     console.print0("✅ The run was already complete.")
     folder.record(**(folder.earlier or {}))
     if load_best_at_end and folder.facts.get("best_step"):
-        manager.load_best(folder.facts["best_step"], state.step)
+        manager.load_best(folder.facts["best_step"], step)
+    return manager.trained_model(None)
 
 
 def publish(
@@ -173,8 +167,10 @@ def export_if_missing(
     return Path(entry["folder"])
 
 
-def say_files(ctx: DistContext, folder: RunFolder) -> None:
-    """Print where the results are, and the command that shows them."""
+def close(ctx: DistContext, run: Run) -> None:
+    """Close the logs, and print where the results are and the command that shows them."""
+    run.log.close()
+    folder = run.folder
     console.print0(f"📁 {folder.path / RESULTS}")
     if not ctx.simulated:
         page = f"python scripts/report.py {shlex.quote(str(folder.path))}"
@@ -196,7 +192,9 @@ def say_results(ctx: DistContext, facts: dict, profile_memory: bool) -> None:
     names = {"allocated": "resident", "peak": "peak"}
     if on_gpu:
         names = {kind: kind for kind in ("allocated", "reserved", "peak")}
-    sizes = [f"{max(used[f'{kind}_bytes']) / GB:.2f} GB {name}" for kind, name in names.items()]
+    sizes = [
+        f"{max(used[f'{kind}_bytes']) / units.GB:.2f} GB {name}" for kind, name in names.items()
+    ]
     print0(f"{'GPU' if on_gpu else 'Process'} Memory: {' | '.join(sizes)}")
     if facts["samples_per_second"]:
         mfu = "N/A" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f}%"

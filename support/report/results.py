@@ -88,19 +88,13 @@ def progress(state: TrainState) -> dict:
 
 
 def measured(
-    ctx: DistContext,
-    spec: ModelSpec,
-    meter: StepMeter,
-    work: list[tuple[int, int]],
-    plan: RunPlan,
-    optim: str,
+    ctx: DistContext, spec: ModelSpec, meter: StepMeter, work: list[tuple[int, int]], plan: RunPlan
 ) -> dict:
     """Return the speed of this rank, and the communication and memory of all ranks.
 
     Args:
         work: sequences and tokens of each step, over all ranks.
         plan: the memory estimate.
-        optim: --optim.
     """
     found = dict.fromkeys(KEYS_OF_TRAINING) | meter.speed(work)
     if meter.first_step_at:
@@ -113,7 +107,7 @@ def measured(
     if meter.step > meter.first_step:
         found["communication_bytes_per_step"] = statistics.mean(sent)
         found["communication_per_step"] = traffic
-    return found | {"memory": _memory(ctx, meter, plan, optim)}
+    return found | {"memory": _memory(ctx, meter, plan)}
 
 
 def _share_of_peak(rate: float, ctx: DistContext, spec: ModelSpec) -> float | None:
@@ -130,13 +124,13 @@ def _share_of_peak(rate: float, ctx: DistContext, spec: ModelSpec) -> float | No
     return rate * flops_per_token(*matmul, *shape) / peak
 
 
-def _memory(ctx: DistContext, meter: StepMeter, plan: RunPlan, optim: str) -> dict:
+def _memory(ctx: DistContext, meter: StepMeter, plan: RunPlan) -> dict:
     nvme = meter.step_memory.objects.strategy.nvme_folder
     own = measure.of_this_rank(meter.memory, meter.step_memory, nvme, ctx.launch.is_node_leader)
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[optim].state_bytes and not on_disk
+    has_states = OPTIMIZERS[plan.optimizer].state_bytes and not on_disk
     if ctx.simulated and has_states and not found["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "

@@ -62,6 +62,11 @@ class RunFolder:
         return folder
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints, which may not exist."""
+        return self.path / "checkpoints"
+
+    @property
     def earlier(self) -> dict | None:
         """results.json of the run that --resume continues, while the file is still that run's."""
         return self.found if self.keeps_found else None

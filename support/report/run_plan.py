@@ -52,6 +52,7 @@ class RunPlan:
     """The memory estimate of a run in progress."""
 
     strategy: str
+    optimizer: str  # --optim
     work: Workload | UserError  # an error says why the estimate does not support the run
 
     @classmethod
@@ -63,12 +64,12 @@ class RunPlan:
         Args:
             config: the content of the model's config.json.
         """
-        name = settings.parallelism.strategy
+        names = settings.parallelism.strategy, settings.training.optim
         try:
             model = read_architecture(config, settings.model.model)
-            return cls(name, planned_work(settings, ctx, model, seq_length))
+            return cls(*names, planned_work(settings, ctx, model, seq_length))
         except UserError as error:
-            return cls(name, error)
+            return cls(*names, error)
 
     def estimate(self) -> MemoryEstimate | None:
         """Return the memory of one rank, or None if the estimate does not support the run."""

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from support import console
-from support.checkpoints.manager import CheckpointManager
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
-from support.memory.measure import StepMemory
+from support.memory.measure import MemoryByPhase
 from support.model.resolve import ModelSpec
-from support.report.metrics_file import FILE, MetricsFile
-from support.report.profiling import start_trace
+from support.report.profiling import record_memory
+from support.report.run import Run
 from support.report.run_folder import RunFolder
 from support.report.run_plan import RunPlan, keeps_large_tensors
 from support.report.start_log import StartLog
-from support.report.step_log import StepLog
-from support.report.step_meter import StepMeter, create_meter, loss_bytes
-from support.report.trackers import Trackers
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
-from support.strategies.objects import TrainingObjects
 from support.strategies.strategy import Strategy
-from support.train_state import TrainState
-
-
-class Run(NamedTuple):
-    """The objects of a run whose training starts. Each owns one thing."""
-
-    objects: TrainingObjects  # model, optimizer, loss scaler
-    state: TrainState  # how far training has come
-    folder: RunFolder  # <output_dir>: its lock, results.json
-    manager: CheckpointManager  # <output_dir>/checkpoints
-    log: StepLog  # metrics.jsonl, the console's lines of steps and evaluations, trackers
-    meter: StepMeter  # time, memory and traffic of each step
 
 
 def open_folder(settings: Settings, ctx: DistContext) -> RunFolder:
@@ -54,6 +36,17 @@ def plan_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> RunPla
     return plan
 
 
+def open_log(settings: Settings, ctx: DistContext, folder: RunFolder) -> StartLog:
+    """Start to record memory; reports of hangs and of memory that ran out use it."""
+    memory = MemoryByPhase(ctx.device)
+    ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
+    ctx.monitor.explain_memory_with(memory.describe)
+    file = settings.debug.memory_snapshot
+    at_end = [record_memory(file, ctx)] if file else []
+    exports_adapters = not (settings.model.merge_lora or settings.output.no_export)
+    return StartLog(ctx, folder, memory, at_end, exports_adapters)
+
+
 def check_machine(
     strategy: Strategy, training: TrainingSettings, compiles: bool, device_type: str
 ) -> None:
@@ -66,41 +59,6 @@ def check_machine(
         strategy.check_requirements(training.gradient_accumulation_steps)
     if compiles:
         check_compile(device_type)
-
-
-def open_run(
-    settings: Settings,
-    ctx: DistContext,
-    start_log: StartLog,
-    manager: CheckpointManager,
-    state: TrainState,
-) -> Run:
-    """Create the meter and the log of the steps; files of an earlier run stay as they are."""
-    folder, memory, at_end = start_log.folder, start_log.memory, [*start_log.at_end]
-    objects, spec = manager.objects, manager.spec
-    of_loss = loss_bytes(objects, spec, settings.training.batch_size, settings.model.compile, ctx)
-    detailed = settings.debug.profile_memory or ctx.simulated
-    step_memory = StepMemory(objects, memory.peak, detailed, of_loss)
-    meter = create_meter(ctx, memory, step_memory, state)
-    trackers, trace = None, None
-    if settings.output.report_to and ctx.is_main:
-        flags = {**settings.flags(), "seq_length": spec.seq_length}
-        trackers = Trackers(settings.output, flags, folder.path, state.step)
-    if settings.debug.profile:
-        trace, stop = start_trace(settings.debug.profile, ctx)
-        at_end.insert(0, stop)
-    log = StepLog(
-        ctx=ctx,
-        state=state,
-        meter=meter,
-        file=MetricsFile(folder.path / FILE),
-        trackers=trackers,
-        trace=trace,
-        at_end=at_end,
-        logging_steps=settings.output.logging_steps,
-        streaming=settings.data.streaming,
-    )
-    return Run(objects, state, folder, manager, log, meter)
 
 
 def keep_freed_memory(plan: RunPlan, ctx: DistContext, strategy: Strategy) -> None:

@@ -13,9 +13,7 @@ from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.memory.measure import MemoryByPhase
 from support.model.resolve import ModelSpec
-from support.report.profiling import record_memory
 from support.report.run_folder import RunFolder
-from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
 from support.units import human_count
 
@@ -29,18 +27,6 @@ class StartLog:
     memory: MemoryByPhase  # after each phase of the run
     at_end: list[Callable[[], object]]  # write the files of other tools at the end of the run
     exports_adapters: bool  # adapters, if any, are exported without the frozen weights
-
-    @classmethod
-    def open(cls, settings: Settings, ctx: DistContext, folder: RunFolder) -> StartLog:
-        """Start to record memory; reports of hangs and of memory that ran out use it."""
-        memory = MemoryByPhase(ctx.device)
-        at_end: list[Callable[[], object]] = []
-        ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
-        ctx.monitor.explain_memory_with(memory.describe)
-        if file := settings.debug.memory_snapshot:
-            at_end.append(record_memory(file, ctx))
-        exports_adapters = not (settings.model.merge_lora or settings.output.no_export)
-        return cls(ctx, folder, memory, at_end, exports_adapters)
 
     def model_found(
         self, name: str, spec: ModelSpec, strategy: str, training: TrainingSettings
@@ -57,10 +43,10 @@ class StartLog:
         say_settings(training, self.ctx)
         console.print0(console.RULE)
 
-    def dataset_ready(self, datasets: Datasets, eval_only: bool, streaming: bool) -> None:
+    def dataset_ready(self, datasets: Datasets, eval_only: bool) -> None:
         """Print and record the size of the data."""
         self.folder.record(dataset=datasets.facts)
-        count = "a stream" if streaming else f"{datasets.train.num_sequences:,} samples"
+        count = "a stream" if datasets.stream else f"{datasets.train.num_sequences:,} samples"
         if eval_only:
             blocks = datasets.facts["validation"].get("blocks", 0)
             count = f"{blocks:,} validation samples"

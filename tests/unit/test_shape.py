@@ -9,7 +9,7 @@ from support import PROJECT
 from support.strategies.table import STRATEGIES
 
 SCRIPT = PROJECT / "real_model_example.py"
-IMPORTED_NAMES, LOOP_LINES, SCREEN_LINES, BUILD_LINES = 17, 40, 50, 45
+IMPORTED_NAMES, LOOP_LINES, SCREEN_LINES, BUILD_LINES = 18, 40, 50, 45
 # Code that knows an engine or a strategy: by its name, its row, or an attribute of its library.
 ASKS = re.compile(
     r"""STRATEGIES\[ | \bengine\b\s*[!=]= | (args|parallelism)\.strategy\s*([!=]=|in\b)

@@ -1,0 +1,68 @@
+"""Run: the objects of a run whose training starts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from support.checkpoints.manager import CheckpointManager
+from support.cluster.context import DistContext
+from support.memory.measure import StepMemory
+from support.report.metrics_file import FILE, MetricsFile
+from support.report.profiling import start_trace
+from support.report.run_folder import RunFolder
+from support.report.start_log import StartLog
+from support.report.step_log import StepLog
+from support.report.step_meter import StepMeter, create_meter, loss_bytes
+from support.report.trackers import Trackers
+from support.settings.settings import Settings
+from support.strategies.objects import TrainingObjects
+from support.train_state import TrainState
+
+
+class Run(NamedTuple):
+    """The objects of a run whose training starts. Each owns one thing."""
+
+    objects: TrainingObjects  # model, optimizer, loss scaler
+    state: TrainState  # how far training has come
+    folder: RunFolder  # <output_dir>: its lock, results.json
+    manager: CheckpointManager  # <output_dir>/checkpoints
+    log: StepLog  # metrics.jsonl, the console's lines of steps and evaluations, trackers
+    meter: StepMeter  # time, memory and traffic of each step
+
+    @classmethod
+    def open(
+        cls,
+        settings: Settings,
+        ctx: DistContext,
+        start_log: StartLog,
+        manager: CheckpointManager,
+        state: TrainState,
+    ) -> Run:
+        """Create the meter and the log of the steps; files of an earlier run stay as they are."""
+        folder, memory, at_end = start_log.folder, start_log.memory, [*start_log.at_end]
+        objects, spec = manager.objects, manager.spec
+        of_loss = loss_bytes(
+            objects, spec, settings.training.batch_size, settings.model.compile, ctx
+        )
+        detailed = settings.debug.profile_memory or ctx.simulated
+        step_memory = StepMemory(objects, memory.peak, detailed, of_loss)
+        meter = create_meter(ctx, memory, step_memory, state)
+        trackers, trace = None, None
+        if settings.output.report_to and ctx.is_main:
+            flags = {**settings.flags(), "seq_length": spec.seq_length}
+            trackers = Trackers(settings.output, flags, folder.path, state.step)
+        if settings.debug.profile:
+            trace, stop = start_trace(settings.debug.profile, ctx)
+            at_end.insert(0, stop)
+        log = StepLog(
+            ctx=ctx,
+            state=state,
+            meter=meter,
+            file=MetricsFile(folder.path / FILE),
+            trackers=trackers,
+            trace=trace,
+            at_end=at_end,
+            logging_steps=settings.output.logging_steps,
+            streaming=settings.data.streaming,
+        )
+        return cls(objects, state, folder, manager, log, meter)
