@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ class StartLog:
     ctx: DistContext
     folder: RunFolder
     memory: MemoryByPhase  # after each phase of the run
-    at_end: list[Callable[[], object]]  # write the files of other tools at the end of the run
+    at_end: Sequence[Callable[[], object]]  # write the files of other tools at the end of the run
     exports_adapters: bool  # adapters, if any, are exported without the frozen weights
 
     def model_found(
