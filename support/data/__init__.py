@@ -12,6 +12,8 @@ sequences       which tokens a sequence has, and the tensors of a micro-batch; p
 token_file      arrays in files of the cache, compared with what was verified when they are read
 batches         micro-batches in one order, and the counters of a run
 streaming       --streaming: sequences of a corpus that is read during training
+stream_source   the corpus of a stream; stream_units: its rows, assigned to batch slots
+stream_slots    the sequences of these slots; stream_encoder: from rows to token ids
 stream_state    the position of a stream, in checkpoints
-facts           what results.json says of the data
+facts           what results.json says of the data; printing: what the console says
 """

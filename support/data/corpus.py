@@ -8,11 +8,11 @@ import numpy as np
 
 from support import console
 from support.cluster.context import DistContext
-from support.data import tokenize
 from support.data.facts import DatasetFacts, SplitFacts
+from support.data.printing import print_splits, warn_of_no_end
 from support.data.sequences import Padding, Sequences
 from support.data.token_file import TokenFile
-from support.data.tokenize import TokenizedCorpus
+from support.data.tokenize import TokenizedCorpus, tokenize_corpus
 from support.errors import UserError
 from support.settings.data import DataSettings
 from support.settings.training import TrainingSettings
@@ -35,12 +35,12 @@ def open_corpus(
     name: str,
 ) -> tuple[Sequences, Sequences, DatasetFacts]:
     """Do what `opening.open_tokenized` does for the dataset `name`."""
-    prepared = tokenize.tokenize_corpus(data, ctx, tokenizer, name, training.eval_only)
+    prepared = tokenize_corpus(data, ctx, tokenizer, name, training.eval_only)
     train, validation, facts = split_sequences(prepared, data, training, padding)
-    tokenize.print_splits(facts, tokenizer, "articles" if name == "wikitext" else "rows")
+    print_splits(facts, tokenizer, "articles" if name == "wikitext" else "rows")
     if "train" in facts and facts["train"].get("trained_ends") == 0:
         is_cut = prepared["splits"]["train"]["ended"] > 0
-        tokenize.warn_of_no_end(tokenizer, facts["train"]["kind"] == "chat", is_cut)
+        warn_of_no_end(tokenizer, facts["train"]["kind"] == "chat", is_cut)
     if not training.eval and "kind" not in facts["validation"] and validation.num_sequences:
         # They stay held out, so that runs with and without evaluations train on the same data.
         console.print0(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
 
 from support.loss_chunks import IGNORED, fits_in_graph, number_of_chunks
 from support.model.weights import NOT_WITH_FAKE_TENSORS, from_config
@@ -113,7 +114,7 @@ def add_loss(model: nn.Module) -> None:
     model.get_output_embeddings().__class__ = OutputLayer
 
 
-def returns_plain_logits(config) -> bool:
+def returns_plain_logits(config: PretrainedConfig) -> bool:
     """Return whether a model's logits are the output layer's result for the decoder's output.
 
     Some models scale or cap their logits (Gemma 2, Cohere, Granite).

@@ -1,4 +1,4 @@
-"""Resolve --model to an architecture, a tokenizer and a local folder with the weights.
+"""Resolve --model to a ModelSpec: an architecture, a tokenizer, a local folder with the weights.
 
 Every kind of --model results in a local folder, which each strategy loads in its own way. Ranks
 that share random weights find them there; one process alone draws them when it loads the model.
@@ -6,156 +6,39 @@ that share random weights find them there; one process alone draws them when it 
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import math
 import os
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from support import console, patches
-from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
+from support.cli.checks import names_on_hub
 from support.cluster.context import DistContext
-from support.errors import TrainingError, UserError, redact, refused_as
-from support.files.atomic import remove_temporary_folder, write_text
-from support.files.cache import Cache, cache_folder
-from support.files.user_files import read_json, read_text
+from support.errors import refused_as
 from support.gpu_generations import shares_keys
-from support.known_models import CONFIGS, EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model import weights
-from support.model.download import download
 from support.model.isolation import check_isolation
+from support.model.locate import Located, locate, read_config
 from support.model.lora import Lora
-from support.model.loss import add_loss, computes_loss, returns_plain_logits
+from support.model.loss import computes_loss
+from support.model.spec import ModelSpec
+from support.model.tokenizer import read_tokenizer
 from support.settings.data import choose_seq_length
 from support.settings.model import ModelSettings
 from support.settings.settings import Settings
 from support.strategies.wrapped import full_shape
 
-END_OF_TEXT = "<|endoftext|>"
-
-
-@dataclass
-class ModelSpec:
-    """Everything of a model except its weights in memory; counts include adapters."""
-
-    # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
-    config: transformers.PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig
-    weights: str  # local folder that `load` reads
-    seed: int  # for weights that the folder lacks
-    seq_length: int  # tokens of a sequence: --seq_length, or its default for this model
-    # The weights, or rows of the embedding, are drawn from the seed for this run.
-    random: bool = False
-    new_rows: int = 0  # rows added to an embedding that was not random
-    lora: Lora | None = None  # the configuration of its adapters
-    dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
-    # `load` returns the weights of linear layers in 4 bits, on the rank's device.
-    load_in_4bit: bool = False
-    # Original values of settings that the run has replaced; an exported model gets them back.
-    own_settings: dict = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # The output layer computes the loss in chunks; see support/model/loss.py.
-        self.chunked_loss = returns_plain_logits(self.config)
-        model = self.on_meta_device()
-        head = model.get_output_embeddings()
-        # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
-        lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        # The output layer shares the weight of the input embedding.
-        self.tied = head is not None and head.weight in lookups
-        lookups -= {head.weight} if self.tied else set()
-        sizes = {weight: weight.numel() for weight in model.parameters()}
-        trained = {weight: size for weight, size in sizes.items() if weight.requires_grad}
-        self._names = [name for name, _ in model.named_parameters()]
-        self.parameters, self.trainable = sum(sizes.values()), sum(trained.values())
-        self.largest_parameter = max(sizes.values())
-        # Those that take part in matrix multiplications.
-        self.matmul_parameters, self.trainable_matmul = (
-            sum(size for weight, size in counted.items() if weight not in lookups)
-            for counted in (sizes, trained)
-        )
-
-    @property
-    def text_config(self) -> transformers.PretrainedConfig:
-        """Configuration of the language model; the whole configuration if it has no parts."""
-        return self.config.get_text_config()
-
-    def on_meta_device(self) -> nn.Module:
-        """Build the model on the meta device: shapes without memory."""
-        with torch.device("meta"):
-            model = weights.from_config(self.config, self.dtype)
-        return self._prepare(model)
-
-    def load(self, ctx: DistContext, dtype: torch.dtype | str | None = None) -> nn.Module:
-        """Load the model with its weights on the CPU.
-
-        Args:
-            dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
-        """
-        console.print0("⏳ Loading the weights")
-        torch.manual_seed(self.seed)
-        if self.random and not Path(self.weights, "model.safetensors").exists():
-            return self._prepare(weights.from_config(self.config))
-        in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
-        model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
-        weights.report_differences(self.weights, model, info)
-        model = self._prepare(model)
-        if [name for name, _ in model.named_parameters()] != self._names:
-            raise TrainingError(
-                f"The model that transformers loaded from {self.weights} shares other weights than "
-                "its config.json describes: set tie_word_embeddings there to what the files hold."
-            )
-        return model
-
-    def remove_drawn_weights(self) -> None:
-        """Remove the folder of the weights if they were drawn for this run; call it once loaded."""
-        remove_temporary_folder(Path(self.weights))
-
-    def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
-        """Write everything of the model except its weights: configurations and tokenizer.
-
-        Args:
-            dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
-            whole: describe the model itself and not its adapters, which have been added to it.
-        """
-        folder.mkdir(exist_ok=True)
-        self.tokenizer.save_pretrained(folder)
-        if self.lora and not whole:
-            self.lora.save_config(folder)
-            return
-        config = copy.deepcopy(self.config)
-        config.name_or_path = redact(config.name_or_path)  # saved by older versions of transformers
-        config.use_cache = True  # disabled for training only
-        config.get_text_config().update(self.own_settings)
-        config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-        if dtype is not None:
-            config.update(weights.as_dtype(dtype))
-        config.save_pretrained(folder)
-        # save_pretrained of older versions rejects the generation configuration of some models.
-        write_text(folder / "generation_config.json", self.generation.to_json_string())
-
-    def _prepare(self, model: nn.Module) -> nn.Module:
-        if self.lora:
-            self.lora.attach(model)
-        if self.chunked_loss and type(model.get_output_embeddings()) is nn.Linear:  # no adapters
-            add_loss(model)
-        return model
-
-
 # ------------------------------------------------------------------- settings of an architecture
 
 
-def fuse_gelu(config) -> dict[str, str]:
+def fuse_gelu(config: transformers.PretrainedConfig) -> dict[str, str]:
     """Replace GPT-2's activation by the same function in one kernel; return the original settings.
 
     transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
@@ -167,7 +50,7 @@ def fuse_gelu(config) -> dict[str, str]:
     return replaced
 
 
-def set_dropout(config, probability: float) -> None:
+def set_dropout(config: transformers.PretrainedConfig, probability: float) -> None:
     """Set every dropout probability of an architecture, whatever its name is."""
     text_config = config.get_text_config()
     names = [
@@ -182,21 +65,12 @@ def set_dropout(config, probability: float) -> None:
         console.warn("--dropout: this architecture has no dropout.")
 
 
-def max_positions(config) -> int | None:
+def max_positions(config: transformers.PretrainedConfig) -> int | None:
     """Return the longest sequence that the model supports; None if it has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 # -------------------------------------------------------------------------------- resolving --model
-
-
-class Located(NamedTuple):
-    """The parts of --model on this machine."""
-
-    config: transformers.PretrainedConfig
-    tokenizer: str  # its folder
-    weights: str | None  # their folder; None: they are drawn from the seed
-    notices: list[str]  # for the user
 
 
 class Prepared(TypedDict):
@@ -226,12 +100,12 @@ def find_model(settings: Settings, ctx: DistContext) -> ModelSpec:
         console.print0(f"⏳ Downloading {name}, unless it is in the cache")
     # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
     shared = ctx.real_world_size > 1 or not strategy.whole_parameters or adapters
-    locate = partial(_locate, model_settings, data.cache_dir, True, offline)
+    parts = partial(locate, model_settings, data.cache_dir, True, offline)
     found: Prepared = ctx.once_per_node(
-        "model", lambda: _prepare_folders(locate(), name, seed, shared)
+        "model", lambda: _prepare_folders(parts(), name, seed, shared)
     )
-    config = _read_config(found["weights"], name)
-    tokenizer = _read_tokenizer(found["tokenizer"], name, data.chat_template)
+    config = read_config(found["weights"], name)
+    tokenizer = read_tokenizer(found["tokenizer"], name, data.chat_template)
     for notice in found["notices"]:
         console.warn(notice)
     if found["own_head"]:
@@ -322,15 +196,15 @@ def find_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase, int | None]:
     """Download the parts of --model; return its tokenizer and its limit of positions, or None."""
 
-    def locate() -> dict:
+    def parts() -> dict:
         needed, offline = not settings.command.show_sample, settings.hub.offline
-        found = _locate(settings.model, settings.data.cache_dir, needed, offline)
+        found = locate(settings.model, settings.data.cache_dir, needed, offline)
         return {"tokenizer": found.tokenizer, "positions": max_positions(found.config)}
 
     _be_quiet(settings.debug.verbose)
-    found = ctx.once_per_node("tokenizer", locate)
+    found = ctx.once_per_node("tokenizer", parts)
     name, template = settings.model.model, settings.data.chat_template
-    return _read_tokenizer(found["tokenizer"], name, template), found["positions"]
+    return read_tokenizer(found["tokenizer"], name, template), found["positions"]
 
 
 def _be_quiet(verbose: bool) -> None:
@@ -349,36 +223,6 @@ def configure_transformers(isolates_documents: bool, ctx: DistContext) -> None:
         patches.repeat_keys_and_values()
 
 
-def _locate(
-    model_settings: ModelSettings, cache_dir: str | None, with_weights: bool, offline: bool
-) -> Located:
-    """Find the parts of --model on this machine, and download or build those that are missing.
-
-    Args:
-        with_weights: also download the weights; not with --from_scratch.
-        offline: use no network.
-    """
-    name = model_settings.model
-    if name == EMBEDDED_MODEL:
-        # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        return Located(_gpt2_config(name, 0.0, 0), embedded_tokenizer(cache_dir), None, [])
-
-    needed = with_weights and not model_settings.from_scratch
-    download_it = partial(download, name, model_settings.model_revision, needed, offline)
-    if is_local_model(name) or not scratch_without_hub(model_settings):
-        folder = name if is_local_model(name) else download_it()
-        config = _read_config(folder, name)
-        return Located(config, folder, None if model_settings.from_scratch else folder, [])
-    config = _gpt2_config(name, 0.1, 50256)
-    try:
-        folder = download_it()
-        _read_tokenizer(folder, name)
-        return Located(config, folder, None, [])
-    except UserError:
-        notice = f"The tokenizer of {name} is not available: using the embedded one."
-        return Located(config, embedded_tokenizer(cache_dir), None, [notice])
-
-
 def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Prepared:
     """Prepare folders with weights and tokenizer that every rank of the node can load.
 
@@ -387,7 +231,7 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
         shared: save random weights, too; otherwise `ModelSpec.load` draws them.
     """
     config, tokenizer, folder, notices = located
-    entries = len(_read_tokenizer(tokenizer, name))
+    entries = len(read_tokenizer(tokenizer, name))
     added = max(0, entries - config.get_text_config().vocab_size)
     enlarged, model = added > 0, None
     random, new_rows = enlarged or folder is None, added if folder else 0
@@ -421,16 +265,6 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
     }
 
 
-def _read_config(folder: str, name: str) -> transformers.PretrainedConfig:
-    with refused_as(f"--model {name}: its config.json cannot be used"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **weights.NO_REMOTE_CODE)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"--model {name} is a {config.model_type}, which is not a causal language model."
-        )
-    return config
-
-
 def _read_generation_config(folder: str, config: transformers.PretrainedConfig) -> GenerationConfig:
     """Return the settings of generation; older models have them in their config.json, or none."""
     file = Path(folder, "generation_config.json")
@@ -438,76 +272,3 @@ def _read_generation_config(folder: str, config: transformers.PretrainedConfig) 
         return GenerationConfig.from_model_config(config)
     with refused_as(f"{file} cannot be used; correct or remove it"):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
-
-
-def _read_tokenizer(
-    folder: str, name: str, chat_template: str | None = None
-) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a folder.
-
-    Args:
-        name: --model, for messages.
-        chat_template: a file with the template of conversations; None: the tokenizer's own.
-    """
-    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-    if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
-        raise UserError(
-            f"--model {name}: there are no tokenizer files "
-            "(tokenizer.json, or vocab.json and merges.txt)."
-        )
-    options = {"local_files_only": True, **weights.NO_REMOTE_CODE}
-    with refused_as(f"--model {name}: its tokenizer files cannot be used; copy them again"):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        except Exception:
-            _name_damaged_file(Path(folder))
-            raise
-    if chat_template:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return tokenizer
-
-
-def _name_damaged_file(folder: Path) -> None:
-    """Raise a UserError that names the tokenizer's file that is not JSON or text, if there is one.
-
-    The messages of the libraries do not name the file.
-    """
-    for name in ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"):
-        for file in sorted(folder.glob(name)):
-            read_json("The tokenizer's file", str(file))
-    for file in (*sorted(folder.glob("*.jinja")), folder / "merges.txt"):
-        if file.is_file():
-            read_text("The tokenizer's file", str(file))
-
-
-def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:
-    """Return the configuration of a GPT-2 architecture in support/known_models.py."""
-    settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
-    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
-    return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
-
-
-def embedded_tokenizer(cache_dir: str | None) -> str:
-    """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference."""
-    from pydoc_data.topics import topics
-
-    from tokenizers import ByteLevelBPETokenizer
-
-    text = [topics[name] for name in sorted(topics)]
-    digest = hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
-
-    def train(folder: Path) -> dict:
-        tokenizer = ByteLevelBPETokenizer()
-        options = {"special_tokens": [END_OF_TEXT], "show_progress": False}
-        tokenizer.train_from_iterator(text, EMBEDDED_VOCABULARY, min_frequency=2, **options)
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
-        ).save_pretrained(folder)
-        return {}
-
-    cache = Cache(cache_folder(cache_dir))
-    # transformers 4 cannot read what transformers 5 writes.
-    written_by = transformers.__version__.partition(".")[0]
-    folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-{written_by}-{digest}", train)
-    return str(folder)

@@ -1,0 +1,85 @@
+"""The units of a stream as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from support.data.chat import Encoder, use_plain_template
+from support.data.corpus import TEXT_IS_PACKED
+from support.data.examples import encode_example
+from support.data.rows import BadRow
+from support.data.special_tokens import document_start, end_finder
+from support.data.stream_state import Ends
+from support.data.stream_units import Unit
+from support.data.tokenize import DocumentTokenizer
+from support.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class EncodedUnit(NamedTuple):
+    """The token ids of a unit."""
+
+    ids: np.ndarray | None  # as `sequences` stores them; None if it cannot be used
+    flaw: Literal["", "truncated", "skipped"]
+
+
+class UnitEncoder:
+    """An encoder of units into token ids.
+
+    Attributes:
+        documents: the tokenizer of documents.
+        end_of_text: the id of the end-of-text token.
+        ends: the examples that were encoded.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seq_length: int, packing: bool) -> None:
+        self.documents, self.end_of_text = DocumentTokenizer(tokenizer), tokenizer.eos_token_id
+        self.ends: Ends = {"trained": 0, "cut": 0, "examples": 0}
+        self._examples = Encoder(tokenizer)
+        self._seq_length, self._packing = seq_length, packing
+        # The ids before the first document, and before each later one.
+        self._first, self._later = (document_start(tokenizer, n) for n in (True, False))
+        self._end_of_answer: Callable[[np.ndarray], int] | None = None  # known with the first row
+
+    def encode(self, unit: Unit) -> EncodedUnit | BadRow:
+        """Return the ids of a unit, or a BadRow.
+
+        Raises:
+            UserError: the unit is text, which --packing does not support.
+        """
+        return self._encode_text(unit) if unit.row.kind == "text" else self._encode_example(unit)
+
+    def _encode_text(self, unit: Unit) -> EncodedUnit:
+        if self._packing:
+            raise UserError(TEXT_IS_PACKED)
+        # A row is one piece, or several if it is long.
+        pieces = [unit.piece] if unit.piece else list(self.documents.pieces(unit.row.pieces))
+        if not pieces:
+            return EncodedUnit(None, "skipped")
+        start = self._later if unit.place["row"] else self._first
+        start = start if unit.begins else []
+        parts = [np.array(start, np.int64), *self.documents.encode(pieces)]
+        return EncodedUnit(np.concatenate(parts).astype(int), "")
+
+    def _encode_example(self, unit: Unit) -> EncodedUnit | BadRow:
+        if unit.row.kind == "chat":
+            use_plain_template(self.documents.tokenizer)
+        encoded = encode_example(self._examples, unit.row)
+        if isinstance(encoded, BadRow):
+            return encoded
+        ids = encoded[: self._seq_length]
+        if not (ids[1:] >= 0).any():  # no target remains
+            return EncodedUnit(None, "skipped")
+        if self._end_of_answer is None:  # all rows are of one kind
+            ends = self._examples.ends_of_turns if unit.row.kind == "chat" else ()
+            self._end_of_answer = end_finder(self.documents.tokenizer, ends)
+        end = self._end_of_answer(encoded)
+        self.ends["trained"] += 0 < end <= len(ids)
+        self.ends["cut"] += end > len(ids)
+        self.ends["examples"] += 1
+        return EncodedUnit(ids, "truncated" if len(encoded) > len(ids) else "")
