@@ -127,6 +127,10 @@ def kernel_shares(events: list[dict]) -> dict[str, float]:
         for event in events
         if event.get("cat") == "gpu_user_annotation" and event["name"] == "head"
     ]
+    if len(heads) > 1:
+        # Whole steps, from one head to another: a trace begins and ends within a step.
+        first, last = min(heads)[0], max(heads)[0]
+        kernels = [kernel for kernel in kernels if first <= kernel["ts"] < last]
     if not kernels:
         return {}
     seconds = dict.fromkeys(["head", *KERNELS, "other"], 0.0)

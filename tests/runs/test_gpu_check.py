@@ -273,6 +273,11 @@ def test_kernels_of_a_trace():
     expected = {"attention": 0.2, "matrix products": 0.2, "head": 0.1, "other": 0.2, "idle": 0.3}
     assert {part: share for part, share in shares.items() if share} == pytest.approx(expected)
     assert gpu_tables.kernel_shares([head]) == {}
+    # Of a longer trace only whole steps count: what precedes the first head does not.
+    whole = [{**head, "ts": 150}, kernel("gemm", 150, 10)]
+    shares = gpu_tables.kernel_shares([*events, *whole])
+    found = {part: share for part, share in shares.items() if share}
+    assert found == pytest.approx({"head": 0.2, "other": 0.4, "idle": 0.4})
 
 
 ENDLESS = """
