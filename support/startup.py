@@ -72,7 +72,7 @@ def start(argv: list[str]) -> tuple[Settings, Launch]:
         if process.RESTARTED in os.environ:
             changed = restart.restarted_with(settings.parallelism.configured)
             settings = settings.replace(**changed)
-        quiet = settings.output.quiet
+        quiet, verbose = settings.output.quiet, settings.debug.verbose  # also from a run file
         console.configure(launch.rank, quiet, verbose)
         if settings.run_file.print_config:
             print_config(settings.flags(), line.sources)

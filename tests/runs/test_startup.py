@@ -40,6 +40,15 @@ def test_without_the_packages_one_line_names_the_environment(program):
     assert "source .venv/bin/activate" in done.stderr
 
 
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_run_file_may_ask_for_tracebacks(tmp_path, verbose):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"resume: nowhere\noutput_dir: {tmp_path}\nverbose: {verbose}\n")
+    command = [sys.executable, SCRIPT, "--config", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and ("Traceback" in done.stderr) == verbose
+
+
 def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path, monkeypatch):
     """And leaves nothing in the temporary folder, where torch would create one for compiled code."""
     text = tmp_path / "text.txt"
