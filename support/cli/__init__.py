@@ -5,6 +5,7 @@ flags          the parser of all flags, with their names in other trainers
 parse          from the command line to the settings: defaults, run file, flags
 trainer_flags  flags of other trainers that set ours
 run_file       --config and --print_config: flags in a YAML file
+check_run      the first checks of a run
 checks         flags that exclude each other, or need another one; files and folders
 hub            the probe of the Hugging Face hub, and what its caches have
 """

@@ -11,11 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from support.errors import UserError
 from support.settings.command import CommandSettings
 
 if TYPE_CHECKING:
     from support.cluster.context import DistContext
+    from support.cluster.launch import Launch
     from support.settings.settings import Settings
+
+
+def refuse_launcher(command: CommandSettings, launch: Launch) -> None:
+    """Check that the commands of one process were not started by a launcher."""
+    for flag in ("prove", "prefetch"):
+        if getattr(command, flag) and launch.world_size > 1:
+            raise UserError(f"--{flag} needs one process: start it with python, no launcher.")
 
 
 def command_of(command: CommandSettings) -> Callable[[Settings, DistContext], int] | None:

@@ -20,9 +20,9 @@ from support import PROJECT, programs
 from support.checkpoints.convert import OwnCheckpoint
 from support.cli.flags import GROUPS
 from support.cli.run_file import as_yaml
-from support.cluster.failures import StopSignal
 from support.cluster.gpus import require_usable, usable_gpus
 from support.cluster.launch import free_port
+from support.cluster.stop import StopSignal
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
