@@ -133,7 +133,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     # Where the trained model goes: a folder, with --push_to_hub also a repository.
     target = finish.find_target(output, settings.model.merge_lora, ctx, folder)
     log = start.open_log(settings, ctx, folder)  # prints and records how the run gets ready
-    checkpoint = CheckpointManager.find(settings, ctx, folder.path)  # None without --resume
+    checkpoint = CheckpointManager.find(output, settings.data, training, ctx, folder.path)
     spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)

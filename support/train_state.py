@@ -11,6 +11,15 @@ NEW_RUN: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "best": None}
 NEW_RUN |= {"training_seconds": 0.0, "first_loss": None, "last_loss": None}
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """When to evaluate during training, and which evaluations end it."""
+
+    requested: bool = True  # --eval
+    every: int | None = None  # evaluate after so many steps; None: after each epoch
+    patience: int | None = None  # evaluations without improvement that end the run; None: no limit
+
+
 @dataclass
 class TrainState:
     """How far training has come, from the start of the run and across resumes.
@@ -22,9 +31,7 @@ class TrainState:
     total_steps: int  # optimizer steps, unless early stopping ends the run; 0 with --eval_only
     num_sequences: int  # in an epoch
     global_batch: int = 1  # sequences in a step over all ranks; the last of an epoch may have fewer
-    evaluates: bool = True
-    eval_every: int | None = None  # evaluate after so many steps; None: after each epoch
-    patience: int | None = None  # evaluations without improvement that end the run; None: no limit
+    evaluations: EvaluationPlan = EvaluationPlan()
     step: int = 0  # optimizer steps done
     samples: int = 0  # sequences of these steps, over all ranks
     step_samples: int = 0  # sequences of the last step
@@ -63,10 +70,15 @@ class TrainState:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether to evaluate now: every `eval_every` steps or after each epoch, and at the end."""
-        every = self.eval_every
+        """Whether to evaluate now: every N steps or after each epoch, and at the end."""
+        every = self.evaluations.every
         on_schedule = self.step % every == 0 if every else self.at_end_of_epoch
-        return self.evaluates and (self.finished or on_schedule)
+        return self.evaluations.requested and (self.finished or on_schedule)
+
+    @property
+    def patience(self) -> int | None:
+        """The evaluations without improvement that end the run; None: no limit."""
+        return self.evaluations.patience
 
     def advance(self) -> None:
         """Count one optimizer step."""

@@ -1,11 +1,14 @@
 """Checkpoints: one format for all strategies and any number of ranks, made of data only.
 
 manager    when to save, how to resume, which checkpoints to keep
-signature  what identifies a run, in each checkpoint
-find       the checkpoint that --resume selects; whether it belongs to the run
+signature  what identifies a run, in each checkpoint; whether a checkpoint belongs to the run
+find       the checkpoint that --resume selects
+folder     the folder of a run's checkpoints: its marks, and which ones are removed
+contents   what is saved in a checkpoint, and loaded from it
 format     names on disk, and manifest.json
 manifest   checks the content of manifest.json
 verify     opens a checkpoint and verifies its files
+writing    writes a checkpoint, so that it is complete or missing
 saving     saves weights and moments, piece by piece
 loading    loads them
 convert    converts checkpoints from and to other formats

@@ -4,15 +4,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support import console
+from support.checkpoints import signature
 from support.checkpoints.format import candidates_in, list_checkpoints
-from support.checkpoints.signature import flags_signature
 from support.checkpoints.verify import find_damage, read_manifest
 from support.cluster.context import DistContext
-from support.errors import UserError, same_redacted
+from support.errors import UserError
 from support.files.json_types import JsonObject
 from support.files.user_files import shown
 from support.optimizers import OPTIMIZERS
-from support.settings.settings import Settings
+from support.settings.data import DataSettings
+from support.settings.output import OutputSettings
+from support.settings.training import TrainingSettings
 
 
 class FoundCheckpoint(NamedTuple):
@@ -22,37 +24,13 @@ class FoundCheckpoint(NamedTuple):
     manifest: JsonObject
 
 
-# Entries that earlier versions did not write, and their value in the runs of those versions.
-VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
-
-
-def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> None:
-    """Raise a UserError if a checkpoint is another run's; with `forced` only "hard" parts count."""
-    for part in ("hard",) if forced else ("hard", "soft"):
-        if found := _differences(saved[part], current[part]):
-            advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
-            raise UserError(
-                f"--resume: the checkpoint is of another run: {'; '.join(found)}.{advice}"
-            )
-
-
-def report_changes(saved: JsonObject, current: JsonObject) -> None:
-    """Warn of the differences between two run signatures that are not refused."""
-    for part in ("soft", "told"):
-        if found := _differences(saved[part], current[part]):
-            console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
-
-
-def _differences(saved: JsonObject, current: JsonObject) -> list[str]:
-    before = saved and VALUES_BEFORE | saved
-    return [
-        f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
-        for key, value in current.items()
-        if key in before and not same_redacted(before[key], value)
-    ]
-
-
-def find_checkpoint(settings: Settings, ctx: DistContext, folder: Path) -> FoundCheckpoint | None:
+def find_checkpoint(
+    output: OutputSettings,
+    data: DataSettings,
+    training: TrainingSettings,
+    ctx: DistContext,
+    folder: Path,
+) -> FoundCheckpoint | None:
     """Find the checkpoint of --resume: the newest complete and undamaged one, on all ranks.
 
     Only the flags are compared with it here; model and data in `CheckpointManager.resume`.
@@ -64,7 +42,7 @@ def find_checkpoint(settings: Settings, ctx: DistContext, folder: Path) -> Found
     Raises:
         UserError: no checkpoint is complete and undamaged, or it is of a run with other flags.
     """
-    wanted = settings.output.resume
+    wanted = output.resume
     if wanted is None:
         return None
     found = _newest(wanted, folder / "checkpoints", ctx)
@@ -74,9 +52,9 @@ def find_checkpoint(settings: Settings, ctx: DistContext, folder: Path) -> Found
         )
         return None
     path, manifest = found
-    current = flags_signature(settings.data, settings.training, ctx.world_size)
-    refuse_other_run(manifest["identity"], current, settings.output.resume_force)
-    saved_by, family = manifest["optimizer"], OPTIMIZERS[settings.training.optim].family
+    current = signature.flags_signature(data, training, ctx.world_size)
+    signature.refuse_other_run(manifest["identity"], current, output.resume_force)
+    saved_by, family = manifest["optimizer"], OPTIMIZERS[training.optim].family
     if saved_by not in ("", family):
         raise UserError(
             f"--resume {path}: the checkpoint has the states of {shown(saved_by)}, and this run's "

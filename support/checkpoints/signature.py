@@ -11,11 +11,14 @@ import os
 
 from torch import nn
 
+from support import console
 from support.cluster.context import DistContext
 from support.data.chat import rendering_of
 from support.data.special_tokens import start_of
 from support.data.tokenize import tokenizer_fingerprint
+from support.errors import UserError, same_redacted
 from support.files.json_types import JsonObject
+from support.files.user_files import shown
 from support.model.resolve import ModelSpec
 from support.settings.data import DataSettings
 from support.settings.settings import Settings
@@ -27,6 +30,8 @@ INFORMATIONAL_FLAGS = """
     warmup_ratio adam_beta1 adam_beta2 adam_epsilon optim weight_decay max_grad_norm dropout
     from_scratch lora_dropout fused_gelu
     """.split()
+# Entries that earlier versions did not write, and their value in the runs of those versions.
+VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
 
 
 def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
@@ -99,3 +104,29 @@ def run_signature(
 def digest_of(value: object) -> str:
     """Return the SHA-256 hex digest of a JSON value, which may contain tuples."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> None:
+    """Raise a UserError if a checkpoint is another run's; with `forced` only "hard" parts count."""
+    for part in ("hard",) if forced else ("hard", "soft"):
+        if found := _differences(saved[part], current[part]):
+            advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
+            raise UserError(
+                f"--resume: the checkpoint is of another run: {'; '.join(found)}.{advice}"
+            )
+
+
+def report_changes(saved: JsonObject, current: JsonObject) -> None:
+    """Warn of the differences between two run signatures that are not refused."""
+    for part in ("soft", "told"):
+        if found := _differences(saved[part], current[part]):
+            console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
+
+
+def _differences(saved: JsonObject, current: JsonObject) -> list[str]:
+    before = saved and VALUES_BEFORE | saved
+    return [
+        f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
+        for key, value in current.items()
+        if key in before and not same_redacted(before[key], value)
+    ]

@@ -2,9 +2,11 @@
 
 parser         a parser whose errors are one line, for the run and for all scripts
 flags          the parser of all flags, with their names in other trainers
-parse          from the command line to the settings: defaults, run file, flags
+given          the flags on the command line and in its run file
+parse          from these flags to the settings: defaults, the strategy's file, checks
 trainer_flags  flags of other trainers that set ours
 run_file       --config and --print_config: flags in a YAML file
+check_run      the first checks of a run
 checks         flags that exclude each other, or need another one; files and folders
 hub            the probe of the Hugging Face hub, and what its caches have
 """

@@ -10,7 +10,11 @@ from pathlib import Path
 from support.cli.checks import is_local_model, names_on_hub, scratch_without_hub
 from support.errors import UserError, redact, refused_as
 from support.files.cache import huggingface_home
-from support.settings.settings import Hub, Settings
+from support.settings.command import CommandSettings
+from support.settings.data import DataSettings
+from support.settings.model import ModelSettings
+from support.settings.output import OutputSettings
+from support.settings.settings import Hub
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
 LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login
@@ -22,7 +26,14 @@ MODEL_FILES = {
 }
 
 
-def ask_hub(settings: Settings, is_main: bool, is_node_leader: bool) -> Hub:
+def ask_hub(
+    chosen: ModelSettings,
+    data: DataSettings,
+    output: OutputSettings,
+    command: CommandSettings,
+    is_main: bool,
+    is_node_leader: bool,
+) -> Hub:
     """Decide whether the hub is used, before any of its libraries is imported.
 
     Only a run that needs the hub asks it. One probe replaces the clients' retries. With
@@ -33,11 +44,9 @@ def ask_hub(settings: Settings, is_main: bool, is_node_leader: bool) -> Hub:
     Raises:
         UserError: without --check: something is missing without the hub.
     """
-    model, datasets = names_on_hub(settings.model.model, settings.data.dataset)
-    pushes = settings.output.push_to_hub and is_main
-    reads = (model or datasets or pushes) and (
-        is_node_leader or (settings.data.streaming and datasets)
-    )
+    model, datasets = names_on_hub(chosen.model, data.dataset)
+    pushes = output.push_to_hub and is_main
+    reads = (model or datasets or pushes) and (is_node_leader or (data.streaming and datasets))
     set_offline, url = is_set_offline(), endpoint()
     if reads and not set_offline and answers(url):
         return Hub()
@@ -47,16 +56,16 @@ def ask_hub(settings: Settings, is_main: bool, is_node_leader: bool) -> Hub:
     unreachable = f"The Hugging Face hub ({url}) cannot be reached"
     reason = redact("HF_HUB_OFFLINE is set" if set_offline else unreachable)
     problem = _missing(
-        None if scratch_without_hub(settings.model) else model,
-        not (settings.model.from_scratch or settings.command.show_sample),
-        settings.model.model_revision,
+        None if scratch_without_hub(chosen) else model,
+        not (chosen.from_scratch or command.show_sample),
+        chosen.model_revision,
         datasets,
     )
     if pushes:
         problem = "--push_to_hub needs it: leave it out, and push later: hf upload NAME FOLDER."
-    if problem and not settings.command.check:
+    if problem and not command.check:
         raise UserError(f"{reason}, and {problem}")
-    if is_main and not (problem or set_offline or settings.output.quiet):
+    if is_main and not (problem or set_offline or output.quiet):
         print(f"ℹ️  {reason}: using what is in the cache.")
     return Hub(offline=True, problem=f"{reason}, and {problem}" if problem else None)
 

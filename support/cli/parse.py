@@ -5,20 +5,19 @@ import re
 from dataclasses import dataclass
 
 from support.cli.checks import refuse_conflicts
-from support.cli.flags import IGNORED, build_parser
+from support.cli.flags import IGNORED
+from support.cli.given import read_flags
 from support.cli.parser import Options
 from support.errors import UserError
-from support.files.user_files import shown
 from support.known_models import EMBEDDED_MODEL
 from support.optimizers import OPTIMIZERS
 from support.settings.data import Dataset, default_dataset
 from support.settings.settings import DEFAULTS, FLAGS, Settings
 from support.settings.training import default_learning_rate
-from support.strategies.strategy import Flags, FlagValues, Resolved, Strategy
+from support.strategies.strategy import Flags, Resolved, Strategy
 from support.strategies.table import STRATEGIES
 
-# Flags of Trainer and accelerate that set others (see trainer_flags.py).
-SHORTCUTS = {"bf16", "fp16", "use_cpu", "deepspeed", "fsdp"}
+# Flags of Trainer that set others (see trainer_flags.py).
 TRAINER_FLAGS = {"do_train", "do_eval", "eval_strategy", "save_strategy"}
 # Flags that most runs do not use, and what uses them.
 USERS = {
@@ -52,7 +51,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
     Raises:
         UserError: flags are unknown or contradict each other, or a file is not valid.
     """
-    values, sources = _given(argv)
+    values, sources = read_flags(argv)
     given = frozenset({*values, *sources})
     flags = Options(**{**DEFAULTS, **{name: values[name] for name in values if name in FLAGS}})
     flags.dataset = parse_datasets(flags.dataset or [])
@@ -126,35 +125,8 @@ def parse_value(name: str, text: str) -> object:
 
 
 def output_dir_of(argv: list[str]) -> str:
-    """Return --output_dir of a command line and its run file; "" without one."""
-    return _given(argv)[0].get("output_dir") or ""
-
-
-def _given(argv: list[str]) -> tuple[FlagValues, dict[str, str]]:
-    """Return the values on the command line and in its run file, and where each is from."""
-    parser = build_parser()
-
-    def read(arguments: list[str]) -> tuple[FlagValues, dict[str, str]]:
-        values = vars(parser.parse_args(arguments))
-        options = values.pop("spelled", {})
-        if values.keys() & SHORTCUTS:
-            from support.cli.trainer_flags import expand
-
-            expand(values, options)
-        return values, options
-
-    flags, options = read(argv)
-    if not (file := flags.get("config")):
-        return flags, options
-    from support.cli.run_file import read_run_file
-
-    arguments = read_run_file(file, parser)
-    try:
-        of_file, keys = read(arguments)
-    except UserError as error:
-        raise UserError(f"{shown(file)}: {error}") from error
-    sources = {n: file if k == f"--{n}" else f"{file}: {k[2:]}" for n, k in keys.items()}
-    return {**of_file, **flags}, {**sources, **options}
+    """Return --output_dir of a command line and its run file, for job scripts; "" without one."""
+    return read_flags(argv)[0].get("output_dir") or ""
 
 
 def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:

@@ -5,12 +5,15 @@ and `distributed:` only group keys.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping
+from typing import NoReturn
 
+from support import process
 from support.cli.flags import shown_flags
 from support.cli.parser import Parser
-from support.errors import UserError
+from support.errors import EXIT_COMPLETED, UserError, redact
 from support.files.json_types import JsonObject
 from support.files.user_files import TOO_DEEP, check_depth, printable, read_text, shown
 from support.strategies.strategy import FlagValues
@@ -112,3 +115,10 @@ def read_yaml(flag: str, path: str) -> JsonObject:
     if not isinstance(value, dict):
         raise UserError(f"{flag} {shown(path)}: a run file is a list of `key: value` lines.")
     return {str(key): item for key, item in value.items()}
+
+
+def print_config(flags: FlagValues, sources: dict[str, str]) -> NoReturn:
+    """Print the flags as a run file, and exit."""
+    print(redact(as_yaml(flags, sources)), end="")
+    process.check_output()
+    sys.exit(EXIT_COMPLETED)

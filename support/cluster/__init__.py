@@ -6,9 +6,15 @@ tuning         settings that libraries read when they are imported; the GPU and 
 process_group  waiting until all ranks have started, and the backend
 compiler       torch.compile: what it needs of the machine, and its settings
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
-failures       stop signals; the first failure is reported, and every rank exits or restarts
+stop           stop signals: their handler, and the agreement of the ranks
+all_ranks      from the meeting of the ranks to the exit of this process
+failures       the first failure is reported, and every rank exits or restarts
+first_failure  the entry of the first failure, on which all ranks agree
+memory_advice  what a user reads whose memory ran out
 restart        --auto_micro_batch: the new start of all ranks
-watchdog       detection of ranks that failed or were killed; stacks of a run that hangs
+watchdog       the thread that detects ranks that failed or were killed, and a run that hangs
+rank_states    the states of the ranks, which they publish once per second
+hang_files     the files of a hang report
 hang_report    the table of the ranks in a hang report
 comm_volume    collectives, message bytes and sent bytes per optimizer step
 slurm          batch and launch scripts, from the jinja2 templates in templates/

@@ -1,4 +1,4 @@
-"""The end of a run: stop signals, and the first failure.
+"""The end of a process: every rank exits together with the others.
 
 The first error is written to results.json and printed by the rank that fails, and every rank exits.
 With --auto_micro_batch all ranks may start again instead (restart.py).
@@ -6,8 +6,6 @@ With --auto_micro_batch all ranks may start again instead (restart.py).
 
 import contextlib
 import os
-import re
-import signal
 import socket
 import sys
 import threading
@@ -21,16 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support import console, process
+from support import console
+from support.cluster.first_failure import RESTART, FirstFailure
+from support.cluster.memory_advice import MemoryAdvice
+from support.cluster.rank_states import ENDED
 from support.cluster.restart import Restart
-from support.cluster.watchdog import ENDED, ROUND_SECONDS, Watchdog
+from support.cluster.stop import StopSignal
+from support.cluster.watchdog import ROUND_SECONDS, Watchdog
 from support.errors import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
-    LESS_MEMORY,
     OutOfMemory,
     Stopped,
-    StoppedBySignal,
     TrainingError,
     UserError,
     explain,
@@ -40,82 +40,10 @@ from support.files.atomic import remove_temporary_folders
 from support.process import exit_now
 from support.train_state import TrainState
 
-SAME_REQUEST_SECONDS = 5  # later signals within this time repeat the first one (launchers do this)
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits
 ANSWER_SECONDS = 5  # for a rank to publish its next state
 CLOSE_SECONDS = 60  # time limit for closing DeepSpeed and NCCL when all ranks are done
-LONGEST_MESSAGE = 2000  # characters of an error in the store, which accepts no large values
-ENTRY = r"(\d+) on rank \d+, thread \d+: (.*)"  # of the first failure: exit code, message
-RESTART = "restart"  # begins the entry of the store that all ranks read when a rank fails
-
-
-class StopSignal:
-    """Handler of the signals that ask the run to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
-
-    Until the first step is nearly complete a signal ends the run at once, because nothing is lost.
-    Later it sets `requested`, and the ranks agree on it between two steps; a later Ctrl-C (SIGINT)
-    interrupts the run at once. A run that saves no checkpoints ends at once like after an error.
-    """
-
-    def __init__(self) -> None:
-        self.requested, self.name = False, ""
-        self._deferred, self._loses_steps, self._first = False, False, 0.0
-
-    def install(self) -> None:
-        """Install the handlers; only the main thread can do this."""
-        for number in process.STOP_SIGNALS:
-            if number in process.ALSO_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._arrived)
-
-    def end_if_requested(self) -> None:
-        """Raise StoppedBySignal if a signal arrived: a destructor may have swallowed the first."""
-        if self.requested and not self._deferred:
-            self._end()
-
-    def defer(self, saves: bool) -> None:
-        """Take note that an end at once would lose a step.
-
-        Call it in each step, after all ranks have summed up its loss: a rank that completes its
-        first step then knows that no other rank ends at once.
-
-        Args:
-            saves: record further signals, because the run saves a checkpoint before it ends.
-        Raises:
-            StoppedBySignal: see `end_if_requested`.
-        """
-        self._deferred, self._loses_steps = saves, True
-        self.end_if_requested()
-
-    @property
-    def ended_start(self) -> bool:
-        """Whether a signal has arrived before the first step was complete."""
-        return self.requested and not (self._deferred or self._loses_steps)
-
-    def only_record(self) -> None:
-        """Record further signals, because another thread decides how the program ends."""
-        self._deferred = True
-
-    def ignore(self) -> None:
-        """Ignore all further stop signals, because the run is about to exit."""
-        # Python allows only the main thread to change handlers.
-        if threading.current_thread() is threading.main_thread():
-            for number in process.STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-
-    def _arrived(self, number: int, _frame: object) -> None:
-        now, repeated = time.monotonic(), self.requested
-        if not repeated:
-            self.requested, self.name, self._first = True, signal.Signals(number).name, now
-        elif now - self._first <= SAME_REQUEST_SECONDS:
-            return  # `finally` and `except` blocks of the first signal may be running
-        if not self._deferred:
-            self._end()
-        if repeated and number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-    def _end(self) -> NoReturn:
-        raise StoppedBySignal(self.name, self._loses_steps)
 
 
 class FailureMonitor:
@@ -130,9 +58,7 @@ class FailureMonitor:
         self.rank, self.ranks, self.is_watching = 0, 1, False  # until `watch`
         self.watchdog = Watchdog(self.rank, self.ranks)
         self._recorder: Callable[[UserError], bool] = lambda _: True
-        # Lines for a user whose memory ran out: on what used it, and on what would fit.
-        self._memory_facts: list[Callable[[], list[str]]] = []
-        self._remedies: Callable[[], list[str]] = list
+        self._memory_advice = MemoryAdvice()
         self._restart: Restart | None = None
         self._restarting = False
         self._ending = threading.Event()  # this process is exiting
@@ -145,15 +71,15 @@ class FailureMonitor:
 
     def explain_memory_with(self, describe: Callable[[], list[str]]) -> None:
         """Print also these lines, on what uses the memory, if memory runs out."""
-        self._memory_facts.append(describe)
+        self._memory_advice.facts.append(describe)
 
     def advise_with(self, remedies: Callable[[], list[str]]) -> None:
         """Print these lines, on what would fit, if memory runs out."""
-        self._remedies = remedies
+        self._memory_advice.remedies = remedies
 
     def report_hangs(self, folder: Path, doing: Callable[[], str]) -> None:
         """Write hang reports to a run's output folder; `doing` returns the phase of the run."""
-        self.watchdog.folder, self.watchdog.doing = folder, doing
+        self.watchdog.files.folder, self.watchdog.doing = folder, doing
 
     def training_starts(self, state: TrainState, restart: Restart | None = None) -> None:
         """From now on steps must not hang; `restart` is used if memory runs out."""
@@ -164,15 +90,15 @@ class FailureMonitor:
         self.watchdog.state = self._restart = None
 
     @property
-    def store(self) -> dist.Store:
-        """The store with the states of the ranks and the first error."""
-        return self.watchdog.store
+    def first(self) -> FirstFailure:
+        """The first failure of all ranks."""
+        return FirstFailure(self.watchdog.states.store)
 
     def watch(self, rank: int, ranks: int, store: dist.Store, hang_seconds: int) -> None:
         """Start the watchdog (see `Watchdog.start`), and handle stop signals."""
-        self.rank, self.ranks, self.watchdog = rank, ranks, Watchdog(rank, ranks)
+        self.rank, self.ranks, self.watchdog = rank, ranks, Watchdog(rank, ranks, store)
         self.stop.install()
-        self.watchdog.start(store, hang_seconds)
+        self.watchdog.start(hang_seconds)
         threading.Thread(target=self._watch, daemon=True).start()
         self.is_watching = True
 
@@ -193,9 +119,9 @@ class FailureMonitor:
         self._restart_if_agreed()  # a rank may have agreed on it meanwhile, and waits for it
         if error is not None:
             self.end_failed(error)
-        code = self._code_of_first()
+        code = self.first.exit_code
         self._exit_at_latest(code)
-        self._record(self._first_error(TrainingError("Another rank failed.")))
+        self._record(self.first.error(TrainingError("Another rank failed.")))
         self._leave(code)
 
     # ----------------------------------------------------------------------- the end of this rank
@@ -221,15 +147,15 @@ class FailureMonitor:
         line, code = f"{shown.mark} {shown}{self._place}", shown.exit_code
         try:
             own = f"{code} on rank {self.rank}, thread {threading.get_ident()}: {shown}"
-            first = self._record(self._first_error(shown)) and self._agree_on_first(own)
+            first = self._record(self.first.error(shown)) and self.first.claim(own)
             self._ending.set()
             if not first and code in (EXIT_FAILED, EXIT_PREEMPTED):
-                code = self._code_of_first()
+                code = self.first.exit_code
             if first:
                 if console.verbose:
                     print_traceback(error)
                 console.write(line, sys.stderr)
-                for fact in self._about_memory() if isinstance(shown, OutOfMemory) else ():
+                for fact in self._memory_advice.lines() if isinstance(shown, OutOfMemory) else ():
                     console.write(f"   {fact}", sys.stderr)
             # The other ranks must read the error in the store, which this process may host.
             if self.rank == 0 and self.ranks > 1:
@@ -263,7 +189,7 @@ class FailureMonitor:
 
     def _leave(self, code: int) -> NoReturn:
         self._ending.set()
-        self.watchdog.close()
+        self.watchdog.files.close()
         remove_temporary_folders()
         exit_now(code)  # not sys.exit: the destructor of a communicator with a lost peer can hang
 
@@ -302,56 +228,15 @@ class FailureMonitor:
         console.write(f"ℹ️  results.json cannot be written: {failed}", sys.stderr)
         return True
 
-    def _agree_on_first(self, own: str) -> bool:
-        """Write an error into the store; return whether it is the first, as without a store."""
-        own = own[:LONGEST_MESSAGE].encode(errors="replace").decode()
-        with contextlib.suppress(RuntimeError):  # the store has ended
-            return self.store.compare_set("failure", "", own).decode() == own
-        return True
-
-    def _first_failure(self) -> str:
-        """Return the entry of the first failure, or "" if there is none."""
-        with contextlib.suppress(RuntimeError):  # the store has ended
-            if self.store.check(["failure"]):
-                return self.store.get("failure").decode()
-        return ""
-
     def _unless_a_rank_is_lost(self, stopped: Stopped) -> UserError:
         """Return `stopped`, or an error: launchers signal all ranks when one was killed, too."""
         try:
-            lost = self.watchdog.silent_ranks(ANSWER_SECONDS)
+            lost = self.watchdog.states.silent_ranks(ANSWER_SECONDS)
         except RuntimeError:  # the store has ended
             lost = [0]
-        if not lost or self._first_failure():
+        if not lost or self.first.read():
             return stopped
         return TrainingError(f"Rank {lost[0]} {ENDED} ({self.stop.name} ended this rank.)")
-
-    def _first_error(self, own: UserError) -> UserError:
-        """Return the error of the rank that failed first; `own` if there is none.
-
-        On a disk of its own that rank cannot write results.json: rank 0 records the error.
-        """
-        found = re.fullmatch(ENTRY, self._first_failure(), re.DOTALL)
-        if found is None:
-            return own
-        kinds = (UserError, OutOfMemory, Stopped)
-        kind = next((kind for kind in kinds if kind.exit_code == int(found[1])), TrainingError)
-        return kind(found[2])
-
-    def _code_of_first(self) -> int:
-        """Return the exit code of a rank that ends because of the first failure on another one."""
-        stopped = self._first_failure().startswith(f"{EXIT_PREEMPTED} ")
-        return EXIT_PREEMPTED if stopped else EXIT_FAILED
-
-    def _about_memory(self) -> list[str]:
-        """Return lines on what used the memory that ran out, and on what would fit."""
-        lines, remedies = [], []
-        for describe in self._memory_facts:
-            with contextlib.suppress(Exception):  # there may be too little memory left
-                lines += describe()
-        with contextlib.suppress(Exception):  # an architecture that the planner does not know
-            remedies = self._remedies()
-        return lines + (remedies or [LESS_MEMORY])
 
     # ------------------------------------------------------------------------------- the restart
 
@@ -364,18 +249,18 @@ class FailureMonitor:
             shown.on_host and torch.cuda.is_available()
         )
         helps = out_of_memory and self._restart.useful() and not self.stop.requested
-        if helps and self._agree_on_first(f"{RESTART} of rank {self.rank}"):
+        if helps and self.first.claim(f"{RESTART} of rank {self.rank}"):
             flags = [f"--{name} {value}" for name, value in self._restart.values.items()]
             again = f"All ranks start again with {' '.join(flags[:2])}."  # not --output_dir
             console.write(f"ℹ️  {shown} {again}{self._place}")
-        return self._restarting or self._first_failure().startswith(RESTART)
+        return self._restarting or self.first.is_restart
 
     def _restart_if_agreed(self) -> None:
-        if self._restart and self._first_failure().startswith(RESTART):
+        if self._restart and self.first.is_restart:
             self._restarting = True
-            self.watchdog.close()
+            self.watchdog.files.close()
             remove_temporary_folders()
-            self._restart.wait_for_ranks(self.store, self.rank, self.ranks)
+            self._restart.wait_for_ranks(self.watchdog.states.store, self.rank, self.ranks)
             if self.stop.requested:
                 self._end_stopped()
             self._restart.replace_program()

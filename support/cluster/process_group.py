@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from support import console
 from support.cluster.compiler import configure_compiler
 from support.cluster.context import DistContext
-from support.cluster.failures import FailureMonitor, StopSignal
+from support.cluster.failures import FailureMonitor
 from support.cluster.hang_report import rank_names
 from support.cluster.launch import START_SKEW_SECONDS, Launch, agent_hosts_store
+from support.cluster.stop import StopSignal
 from support.cluster.tuning import choose_device
 from support.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from support.files.atomic import remove_temporary_folders

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypedDict
 
 from support import process
-from support.cluster.launch import agent_hosts_store, stopped_before_start
-from support.errors import UserError
+from support.cluster import launch
+from support.errors import UserError, explain
 from support.files import atomic
 from support.settings.training import TrainingSettings
 from support.strategies.strategy import FlagValues, Strategy
@@ -49,7 +49,7 @@ class Restart:
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             deadline = time.monotonic() + READY_SECONDS
             ready = store.add("restart/ready", 1)
-            leaves_first = rank == 0 or agent_hosts_store()
+            leaves_first = rank == 0 or launch.agent_hosts_store()
             while not leaves_first or (ready < ranks and time.monotonic() < deadline):
                 time.sleep(0.1)
                 ready = store.add("restart/ready", 0)
@@ -73,7 +73,7 @@ def handle_signals() -> None:
     """Catch the stop signals of a restarted program, also those that came before its start."""
 
     def stopped(name: str) -> UserError:
-        record_end(error := stopped_before_start(name))
+        record_end(error := launch.stopped_before_start(name))
         return error
 
     process.catch_signals(process.ALSO_IF_IGNORED, stopped)
@@ -96,6 +96,13 @@ def record_end(error: UserError) -> bool:
             results |= {"status": error.status, "reason": str(error), "error_kind": error.kind}
             atomic.write_text(path, json.dumps(results, indent=2) + "\n")
     return True
+
+
+def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
+    """Report an error raised before the ranks can communicate, and exit with its exit code."""
+    if process.RESTARTED in os.environ:
+        record_end(explain(error))
+    launch.exit_before_start(error, verbose)
 
 
 def restart_values(training: TrainingSettings, folder: Path) -> RestartValues:

@@ -4,61 +4,19 @@ Each result is one line: ok, a warning, or a problem that prevents the chosen st
 with a remedy.
 """
 
-import importlib.util
-import os
-import resource
-import shutil
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterable
-from mmap import mmap
-from pathlib import Path
-from statistics import median
-from typing import NamedTuple
-
-import torch
-import torch.distributed as dist
+from collections.abc import Iterable
+from functools import partial
 
 from support import console
-from support.cli import checks
-from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
-from support.cluster.gpus import require_usable
-from support.cluster.tuning import available_cores
-from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, UserError, redact
-from support.files.cache import cache_folder
-from support.memory.estimate import predict
-from support.memory.find_architecture import find_architecture
-from support.memory.fit import remedies
-from support.process import versions
-from support.report.run_plan import memory_limits, planned_work
-from support.settings.data import DataSettings, choose_seq_length
-from support.settings.output import OutputSettings
-from support.settings.settings import Hub, Settings
-from support.strategies.strategy import Strategy
-from support.units import GB, MB
-
-OK, WARNING, PROBLEM = "✅", "⚠️ ", "❌"
-GPU = "GPU"  # name of a line
-IMPORTED = ("transformers", "datasets", "tokenizers", "safetensors")
-
-
-class Line(NamedTuple):
-    """Result of one check, and what to do if it is not OK."""
-
-    status: str
-    name: str
-    text: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.status} {self.name:13} {self.text}"
-        return f"{text}: {self.remedy}" if self.remedy else text
-
-
-def _line(is_ok: bool, name: str, text: str, remedy: str, status: str = WARNING) -> Line:
-    return Line(OK, name, text) if is_ok else Line(status, name, text, remedy)
+from support.commands import check_disks, check_machine, check_network
+from support.commands.check_line import OK, PROBLEM, Line
+from support.commands.check_memory import memory
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE
+from support.report.run_plan import planned_work
+from support.settings.settings import Settings
 
 
 def check(settings: Settings, ctx: DistContext) -> int:
@@ -73,22 +31,23 @@ def check(settings: Settings, ctx: DistContext) -> int:
     strategy, output, training = settings.parallelism.configured, settings.output, settings.training
     # Only one rank per node: several would share the bandwidth.
     measures_nvme = strategy.needs_nvme and ctx.launch.is_node_leader
+    plan, name = partial(planned_work, settings, ctx), settings.parallelism.strategy
     nvme_folder = settings.parallelism.nvme_path or tempfile.gettempdir()
     results = [
-        _software(strategy),
-        _gpu(training.device, ctx),
-        _compile(ctx.device.type) if settings.model.compile else None,
-        _requirements(strategy, training.gradient_accumulation_steps),
-        _nvme(nvme_folder) if measures_nvme else None,
-        _disk(output, training.eval_only, settings.model.model, settings.data),
-        _limits(),
-        _memory(settings, ctx),
-        _hub(settings.hub),
+        check_machine.software(strategy),
+        check_machine.gpu(training.device, ctx),
+        check_machine.compiler(ctx.device.type) if settings.model.compile else None,
+        check_machine.requirements(strategy, training.gradient_accumulation_steps),
+        check_disks.nvme(nvme_folder) if measures_nvme else None,
+        check_disks.disk(output, training.eval_only, settings.model.model, settings.data),
+        check_machine.limits(),
+        memory(settings.model.model, settings.data.seq_length, name, ctx, plan),
+        check_machine.hub(settings.hub),
     ]
     own_lines = [line for line in results if line]
     # Printed before the ranks communicate, because the communication may fail.
     _print(own_lines, ctx)
-    communication = [_communication(ctx), _rendezvous(ctx)]
+    communication = [check_network.communication(ctx), check_network.rendezvous(ctx)]
     others = _problems_of(ctx.all_gather((socket.gethostname(), own_lines)))
     _print([*communication, *others], ctx)
     lines = ctx.broadcast_from_rank0([*own_lines, *communication, *others])
@@ -96,8 +55,8 @@ def check(settings: Settings, ctx: DistContext) -> int:
     ranks = f"{ctx.world_size} {'GPU' if ctx.device.type == 'cuda' else 'CPU rank'}"
     ranks += "s" * (ctx.world_size > 1)
     mark, verdict = (PROBLEM, f"{problems} to solve first") if problems else (OK, "it can run")
-    _print([f"{mark} --strategy {settings.parallelism.strategy} on {ranks}: {verdict}"], ctx)
-    if any(line.status == PROBLEM and line.name == GPU for line in lines):
+    _print([f"{mark} --strategy {name} on {ranks}: {verdict}"], ctx)
+    if any(line.status == PROBLEM and line.name == check_machine.GPU for line in lines):
         return EXIT_USAGE
     return EXIT_FAILED if problems else EXIT_COMPLETED
 
@@ -116,213 +75,3 @@ def _problems_of(ranks: list[tuple[str, list[Line]]]) -> list[Line]:
                 found.append(line._replace(text=f"{host}, rank {rank}: {line.text}"))
             seen.add((host, line))
     return found
-
-
-# ------------------------------------------------------------------------------------- this machine
-
-
-def _software(strategy: Strategy) -> Line:
-    needed = [*IMPORTED, *strategy.packages]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    text = ", ".join(f"{name} {number}" for name, number in versions().items())[len("python ") :]
-    text += f"; No module named {', '.join(missing)}" if missing else ""
-    return _line(not missing, "Python", text, "pip install -r requirements.txt", PROBLEM)
-
-
-def _gpu(wanted: str, ctx: DistContext) -> Line:
-    """Describe the GPU, or the CPU if --device (`wanted`) or the machine allows nothing else."""
-    if ctx.device.type != "cuda":
-        try:
-            require_usable()
-        except UserError as error:
-            return Line(PROBLEM, GPU, str(error))
-        found = "not used" if wanted == "cpu" else "none found"
-        text = f"{found}; training in {ctx.precision} on {available_cores()} CPU cores"
-        return Line(OK, GPU, text)
-    gpu = torch.cuda.get_device_properties(ctx.device)
-    free, total = torch.cuda.mem_get_info(ctx.device)
-    built = torch.version.cuda or f"ROCm {torch.version.hip}"
-    text = (
-        f"{gpu.name}, {free / GB:.1f} of {total / GB:.1f} GB free, "
-        f"compute capability {gpu.major}.{gpu.minor}, CUDA {built}, {ctx.precision}"
-    )
-    remedy = "another process uses a part of it (nvidia-smi shows which)"
-    return _line(free >= 0.8 * total, GPU, text, remedy)
-
-
-def _compile(device_type: str) -> Line:
-    try:
-        check_compile(device_type)
-    except UserError as error:
-        return Line(PROBLEM, "torch.compile", str(error))
-    return Line(OK, "torch.compile", "has a compiler")
-
-
-def _requirements(strategy: Strategy, accumulation: int) -> Line | None:
-    """Check the releases that the strategy needs, DeepSpeed's ops, and what compiles them."""
-    try:
-        strategy.check_requirements(accumulation)
-    except UserError as error:
-        return Line(PROBLEM, "requirements", str(error))
-    if not strategy.needed_ops():
-        return None
-    missing = ", ".join(strategy.missing_ops())
-    return Line(OK, "DeepSpeed ops", f"the first run compiles {missing}" if missing else "ready")
-
-
-def _nvme(folder: str) -> Line:
-    try:
-        written, read = _disk_speed(folder)
-    except OSError as error:
-        remedy = "name a local disk with --nvme_path; NFS and tmpfs often cannot do direct I/O"
-        return Line(PROBLEM, "NVMe", f"{folder}: {error.strerror} (direct I/O)", remedy)
-    text = (
-        f"{folder}: {shutil.disk_usage(folder).free / GB:.1f} GB free, "
-        f"writes {written / GB:.2f} and reads {read / GB:.2f} GB/s (direct I/O)"
-    )
-    remedy = "slow for infinity: name a local NVMe disk with --nvme_path"
-    return _line(min(written, read) >= 0.5 * GB, "NVMe", text, remedy)
-
-
-def _disk_speed(folder: str, size: int = 256 * MB) -> tuple[float, float]:
-    """Measure the (write, read) speed of a folder in bytes per second, with direct I/O.
-
-    Raises:
-        OSError: the folder has no space or no direct I/O.
-    """
-    piece = mmap(-1, 4 * MB)  # direct I/O needs aligned memory, and mmap aligns to pages
-    piece.write(os.urandom(MB) * 4)
-    speeds = []
-
-    def direct(path: str, flags: int) -> int:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0))
-
-    with tempfile.TemporaryDirectory(prefix="distributed_training_", dir=folder) as test_folder:
-        for mode, move in (("wb", "write"), ("rb", "readinto")):
-            with open(f"{test_folder}/probe", mode, buffering=0, opener=direct) as file:
-                start = time.perf_counter()
-                moved = sum(getattr(file, move)(piece) for _ in range(size // len(piece)))
-                os.fsync(file.fileno())
-                speeds.append(moved / (time.perf_counter() - start))
-    return speeds[0], speeds[1]
-
-
-def _disk(output: OutputSettings, eval_only: bool, model: str, data: DataSettings) -> Line:
-    """Check the folder of the export, and the free space for results, checkpoints and tokens."""
-    try:
-        checks.check_export_folder(output, eval_only, model, data)
-    except UserError as error:
-        return Line(PROBLEM, "output", str(error))
-    free = {}
-    for folder in (Path(output.output_dir or "runs"), cache_folder(data.cache_dir)):
-        existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
-        free[folder] = shutil.disk_usage(existing).free
-    text = "; ".join(f"{folder} {size / GB:.1f} GB free" for folder, size in free.items())
-    remedy = (
-        "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
-        "or name other folders with --output_dir and --cache_dir"
-    )
-    least = min(free.values())
-    return _line(least >= GB, "disk", text, remedy, PROBLEM if least < 50 * MB else WARNING)
-
-
-def _limits() -> Line:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy, status = "ulimit -n 65536 before the run", PROBLEM if files < 128 else WARNING
-    return _line(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
-
-
-def _memory(settings: Settings, ctx: DistContext) -> Line:
-    limits = memory_limits(ctx)
-    owner = "GPU" if ctx.device.type == "cuda" else "process"
-    capacity = f"{(limits.gpu or 0) / GB:.1f} GB for each {owner}"
-    try:
-        model = find_architecture(settings.model.model)
-        requested, name = settings.data.seq_length, settings.model.model
-        length = choose_seq_length(requested, name, model.limit)
-        work = planned_work(settings, ctx, model, length)
-    except UserError as error:
-        return Line(WARNING, "memory", f"{capacity}; not planned", str(error))
-    estimate = predict(work, settings.parallelism.strategy)
-    text = f"planned {estimate.total / GB:.1f} of {capacity}"
-    if limits.host and estimate.host:
-        host = estimate.host * limits.ranks_per_node
-        text += f", {host / GB:.1f} of {limits.host / GB:.1f} GB of host memory"
-    fits = limits.hold(estimate)
-    ways = [] if fits else remedies(work, settings.parallelism.strategy, limits)
-    remedy = f"it would fit with {' or '.join(ways)}" if ways else "see scripts/plan_memory.py"
-    return _line(fits, "memory", text, remedy, PROBLEM)
-
-
-def _hub(hub: Hub) -> Line:
-    if hub.problem:
-        return Line(PROBLEM, "hub", hub.problem)
-    answers = f"{redact(os.environ.get('HF_ENDPOINT', 'https://huggingface.co'))} answers"
-    local = "not needed: the model and the dataset are local or cached"
-    return Line(OK, "hub", local if hub.offline else answers)
-
-
-# --------------------------------------------------------------------------------- between machines
-
-
-def _communication(ctx: DistContext) -> Line:
-    """Measure collectives among the ranks: bandwidth with 64 and 1 MiB, latency with 8 bytes."""
-    if ctx.world_size == 1:
-        return Line(OK, "communication", f"{ctx.backend}; a single process")
-    latency = _seconds_of(dist.all_reduce, ctx, torch.ones(2, device=ctx.device))
-    speeds, small = _bandwidth(ctx, 64 * MB), _bandwidth(ctx, MB)
-    hosts = ", ".join(sorted(set(ctx.all_gather(socket.gethostname()))))
-    large = ", ".join(f"{kind} {speed / GB:.3g}" for kind, speed in speeds.items())
-    of_1_mib = ", ".join(f"{speed / GB:.3g}" for speed in small.values())
-    text = (
-        f"{ctx.backend} over {ctx.world_size} ranks on {hosts}: {large} GB/s, "
-        f"{1e6 * latency:.0f} µs; with 1 MiB {of_1_mib} GB/s"
-    )
-    is_fast = ctx.backend != "nccl" or speeds["all-reduce"] >= GB
-    remedy = "slow for GPUs: NCCL_DEBUG=INFO shows the network in use; see docs/TROUBLESHOOTING.md"
-    return _line(is_fast, "communication", text, remedy)
-
-
-def _bandwidth(ctx: DistContext, message: int) -> dict[str, float]:
-    """Measure the bus bandwidth of collectives with messages of so many bytes.
-
-    It is the bytes that each rank sends per second if the collective is a ring: 2 · (N − 1) / N
-    times the message for an all-reduce, half of that for the others.
-    """
-    ranks = ctx.world_size
-    part = torch.ones(max(1, message // 4 // ranks), device=ctx.device)  # elements of 4 bytes
-    whole = part.repeat(ranks)
-    sent = (ranks - 1) / ranks * whole.nbytes
-    return {
-        "all-reduce": 2 * sent / _seconds_of(dist.all_reduce, ctx, whole),
-        "all-gather": sent / _seconds_of(dist.all_gather_into_tensor, ctx, whole, part),
-        "reduce-scatter": sent / _seconds_of(dist.reduce_scatter_tensor, ctx, part, whole),
-    }
-
-
-def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) -> float:
-    """Return the median time of some calls of a collective, after a first one that connects.
-
-    The median, because on a busy host a rank that waits for a core delays some calls.
-    """
-    wait = torch.cuda.synchronize if ctx.device.type == "cuda" else dist.barrier
-    seconds = []
-    for _ in range(1 + (3 if tensors[0].nbytes > MB else 9)):
-        wait()
-        start = time.perf_counter()
-        collective(*tensors)
-        if ctx.device.type == "cuda":
-            wait()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
-
-
-def _rendezvous(ctx: DistContext) -> Line:
-    launch, plural = ctx.launch, "s" * (ctx.nodes > 1)
-    text = (
-        f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}, "
-        f"{ctx.nodes} node{plural}, ranks per node: {launch.local_world_size}"
-    )
-    remedy = "one core per task, and data preparation and offload need more: --cpus-per-task=8"
-    one_core = os.environ.get("SLURM_CPUS_PER_TASK", "1") == "1"
-    return _line(launch.launcher != "srun" or not one_core, "rendezvous", text, remedy)

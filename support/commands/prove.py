@@ -1,12 +1,9 @@
 """--prove: one step on the user's model and data, made in several ways that must be equal.
 
 Each way is a run of real_model_example.py, or of scripts/trainer_step.py, in which
-transformers.Trainer makes the step. The checkpoint after the step has whole tensors for every
-strategy: Adam's first moment is (1 - beta1) times the gradient (Kingma and Ba, arXiv 1412.6980,
-algorithm 1), and the weights show the update.
+transformers.Trainer makes the step. The checkpoints after the step are compared.
 """
 
-import json
 import math
 import os
 import sys
@@ -17,17 +14,16 @@ from typing import NamedTuple
 import torch
 
 from support import PROJECT, programs
-from support.checkpoints.convert import OwnCheckpoint
 from support.cli.flags import GROUPS
 from support.cli.run_file import as_yaml
-from support.cluster.failures import StopSignal
-from support.cluster.gpus import require_usable, usable_gpus
+from support.cluster import gpus
 from support.cluster.launch import free_port
+from support.cluster.stop import StopSignal
+from support.commands import prove_difference as difference
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
 from support.report.compare import last_error
 from support.settings.settings import DEFAULTS, Settings
-from support.settings.training import TrainingSettings
 from support.strategies.strategy import FlagValues
 from support.text_tables import text_table
 
@@ -50,16 +46,8 @@ SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no settin
 ALONE = {"strategy": "dp", **dict.fromkeys(("ds_config", "nvme_path", "fsdp_config", "fsdp"))}
 OF_A_LAUNCH = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
-# The largest differences that count as equal; LEGEND has their units.
-TOLERANCES = {"loss": 1e-5, "gradient's norm": 1e-5, "gradient": 1e-5, "update": 1e-3}
 HEADERS = ["way", "loss", "differ-\nence", "gradient's\nnorm", "differ-\nence"]
 HEADERS += ["gradient's\ndifference", "largest in", "update's\ndifference"]
-LEGEND = """
-Differences from the first way, before clipping. Of the loss and the norm: relative. Of the
-gradient: in the parameter that differs most, as a share of the whole gradient's norm. Of the
-update: of the weight that differs most, in learning rates. fp32 rounds each result to 6e-08 of its
-size, and each way adds the same numbers in another order.
-"""
 
 
 class Way(NamedTuple):
@@ -70,22 +58,14 @@ class Way(NamedTuple):
     flags: FlagValues  # those that differ from the user's
 
 
-class Step(NamedTuple):
-    """The step of a run."""
-
-    loss: float  # in nats per token
-    scale: float  # of the gradient before clipping, in units of Adam's first moment
-    checkpoint: OwnCheckpoint  # the weights and moments after the step
-
-
 def prove(settings: Settings) -> int:
     """Make the step in all ways, print how they differ, and return the exit code."""
     StopSignal().install()  # a signal raises an exception, so that everything is cleaned up
     settings = settings.replace(max_grad_norm=settings.training.max_grad_norm or 1.0)
-    require_usable()
+    gpus.require_usable()
     # Without a number the flag is True.
     wanted = settings.command.prove
-    ranks = usable_gpus() or 2 if wanted is True else int(wanted or 0)
+    ranks = gpus.usable_gpus() or 2 if wanted is True else int(wanted or 0)
     print("🔎 One step in fp32, without dropout", flush=True)
     temporary = TemporaryFolder(Path(gettempdir()), "distributed_training_prove_", mode=0o700)
     rows, problems, reference = [], [], None
@@ -96,21 +76,21 @@ def prove(settings: Settings) -> int:
             print(f"⏳ {way.name}", flush=True)
             output = temporary.path / str(number)
             run(way, kept, output)
-            step = step_of(output, settings.training)
+            step = difference.step_of(output, settings.training)
             reference = reference or step
-            differences, norm, worst = compare(reference, step, settings.training.lr)
+            differences, norm, worst = difference.compare(reference, step, settings.training.lr)
             numbers = [f"{value:.1e}" if number else "–" for value in differences.values()]
             row = [way.name, f"{step.loss:.7f}", numbers[0], f"{norm:.6f}", *numbers[1:3]]
             rows.append([*row, worst if number else "", numbers[3]])
-            if problem := describe_problem(way.name, differences, worst):
+            if problem := difference.describe_problem(way.name, differences, worst):
                 problems.append(problem)
             if number:
                 remove(output)  # the disk holds two checkpoints at most
     finally:
         temporary.remove()
-    limits = [f"{limit:.0e}" for limit in TOLERANCES.values()]
+    limits = [f"{limit:.0e}" for limit in difference.TOLERANCES.values()]
     rows.append(["tolerance", "", limits[0], "", limits[1], limits[2], "", limits[3]])
-    print(f"\n{text_table(rows, HEADERS)}\n{LEGEND}")
+    print(f"\n{text_table(rows, HEADERS)}\n{difference.LEGEND}")
     equal = f"✅ Equal: all {len(rows) - 1} ways make the same step."
     print("\n".join(problems or [equal]))
     return EXIT_FAILED if problems else EXIT_COMPLETED
@@ -160,51 +140,3 @@ def run(way: Way, kept: FlagValues, output: Path) -> None:
             print(log)
         kind: type[UserError] = {2: UserError, 3: OutOfMemory}.get(code, TrainingError)
         raise kind(f"{way.name}: {last_error(log) or f'exit code {code}'}")
-
-
-def step_of(folder: Path, training: TrainingSettings) -> Step:
-    """Return the step of a run."""
-    record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
-    # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
-    clipping = max(1, (record["grad_norm"] + 1e-6) / training.max_grad_norm)
-    return Step(record["loss"], clipping / (1 - training.adam_beta1), OwnCheckpoint(folder))
-
-
-def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:
-    """Compare two steps, one parameter at a time.
-
-    Returns:
-        The differences under the keys of TOLERANCES, the norm of the step's gradient, and the
-        parameter whose gradient differs most.
-    """
-    steps = (reference, step)
-    first, second = (one.checkpoint for one in steps)
-    if only_one := sorted(set(first.shapes) ^ set(second.shapes)):
-        raise TrainingError(f"Only some of the ways train {', '.join(only_one[:3])}.")
-    norms, distances, updates = [], {}, []
-    for name in first.shapes:
-        gradients = [one.checkpoint.read(name, "exp_avg").mul_(one.scale) for one in steps]
-        norms.append([_norm(gradient) for gradient in gradients])
-        distances[name] = _norm(gradients[1].sub_(gradients[0]))
-        weight = first.read(name, "weight")
-        moved = second.read(name, "weight").sub_(weight).abs_()
-        moved -= weight.abs_() * 2**-22  # each way rounds the weight twice, by half a digit
-        updates.append(moved.max() / lr)
-    worst = max(distances, key=lambda name: distances[name])
-    wanted, norm = (math.hypot(*sizes) for sizes in zip(*norms, strict=True))
-    loss = abs(step.loss / reference.loss - 1)
-    update = torch.stack(updates).max().item()  # NaN if one is NaN
-    values = (loss, abs(norm / wanted - 1), distances[worst] / wanted, update)
-    return dict(zip(TOLERANCES, values, strict=True)), norm, worst
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
-
-
-def describe_problem(name: str, differences: dict[str, float], parameter: str) -> str:
-    """Return the line about a way that is not equal, or ""; NaN is not equal."""
-    parts = [part for part, limit in TOLERANCES.items() if not differences[part] <= limit]
-    at = f"largest in the gradient of {parameter}"
-    return f"❌ {name}: not equal in {', '.join(parts)}; {at}." if parts else ""

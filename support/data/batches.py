@@ -13,7 +13,7 @@ from support.data.sequences import MicroBatch, Sequences
 from support.data.stream_state import StreamState
 from support.loss_chunks import IGNORED
 from support.settings.training import TrainingSettings
-from support.train_state import NEW_RUN, TrainState
+from support.train_state import NEW_RUN, EvaluationPlan, TrainState
 
 
 def steps_of(num_sequences: int, batch: int) -> int:
@@ -71,9 +71,9 @@ def train_state(
         total_steps=0 if training.eval_only else steps,
         num_sequences=sequences,
         global_batch=training.global_batch(world_size),
-        evaluates=training.eval,
-        eval_every=training.eval_every,
-        patience=training.early_stopping_patience,
+        evaluations=EvaluationPlan(
+            training.eval, training.eval_every, training.early_stopping_patience
+        ),
         first_step=counters["step"],
         **{name: counters[name] for name in NEW_RUN},
     )

@@ -67,15 +67,15 @@ def stop(run: Run) -> NoReturn:
         "resume with --resume"
     )
     run.log.close()
-    raise Preempted(run.manager.model)
+    raise Preempted(run.objects.model)
 
 
 def end_training(ctx: DistContext, run: Run) -> None:
     """Record the memory and the data that the training has used; no step is expected any more."""
     run.meter.memory.note("trained")
     ctx.monitor.training_ends()
-    if run.manager.stream is not None:
-        run.folder.record(dataset=run.manager.stream.summary())
+    if (stream := run.manager.contents.stream) is not None:
+        run.folder.record(dataset=stream.summary())
 
 
 def load_best(run: Run, load_best_at_end: bool) -> None:

@@ -191,9 +191,11 @@ def plant(kind: str, values: list[str]) -> None:
         generate.NEW_TOKENS = 15
 
         def speak_and_export(number, trained_model, manager, state):
-            manager.model.eval()
+            manager.objects.model.eval()
             with torch.no_grad():
-                logits = manager.model(input_ids=torch.arange(32)[None], use_cache=False).logits
+                logits = manager.objects.model(
+                    input_ids=torch.arange(32)[None], use_cache=False
+                ).logits
             if os.environ["RANK"] == "0":
                 torch.save(logits.clone(), ":".join(values))
             return trained_model(manager, state)

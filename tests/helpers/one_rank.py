@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from support.cluster.context import DistContext
-from support.cluster.failures import FailureMonitor, StopSignal
+from support.cluster.failures import FailureMonitor
 from support.cluster.launch import Launch
+from support.cluster.stop import StopSignal
 
 
 @contextlib.contextmanager

@@ -122,7 +122,8 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
     damage(copy)
     settings = parse_arguments(["--resume", "--resume_force", "--output_dir", str(copy)])
     with one_rank() as ctx:
-        found, loaded = find_checkpoint(settings, ctx, copy)
+        sections = settings.output, settings.data, settings.training
+        found, loaded = find_checkpoint(*sections, ctx, copy)
     assert found == step(copy, 2) and loaded["counters"]["step"] == 2
     [line] = capsys.readouterr().out.splitlines()
     assert "Skipped" in line and "step-00000004" in line and len(line) < 700 and line.isprintable()

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.checkpoints.saving import PieceWriter
+from support.cli.check_run import check_model_path
 from support.cli.checks import check_output_dir
 from support.cli.parse import parse_arguments
 from support.errors import UserError
@@ -28,7 +29,6 @@ from support.files.atomic import (
 )
 from support.report.metrics_file import use_writable_matplotlib_folder
 from support.report.run_folder import hosts_that_do_not_share, settle_without_shared_disk
-from support.startup import check_model_path
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from support.commands.prove import SEQUENCES, TOLERANCES, describe_problem, ways_of
+from support.commands.prove import SEQUENCES, ways_of
+from support.commands.prove_difference import TOLERANCES, describe_problem
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])

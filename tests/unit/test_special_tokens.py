@@ -12,7 +12,7 @@ from streams import ids_of, stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 from tokenizers import decoders
 
-from support.checkpoints.find import refuse_other_run
+from support.checkpoints.signature import refuse_other_run
 from support.cli.parse import parse_arguments
 from support.commands.show_sample import describe
 from support.data.chat import prompt_of

@@ -18,7 +18,7 @@ from support.model.resolve import copy_to_device
 from support.strategies.gradients import gradient_norm
 from support.strategies.objects import TrainingObjects
 from support.strategies.table import STRATEGIES
-from support.train_state import TrainState
+from support.train_state import EvaluationPlan, TrainState
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def state_of(**values) -> TrainState:
 
 
 def test_the_last_step_of_an_epoch_has_the_remaining_sequences():
-    state, by_steps, seen = state_of(), state_of(eval_every=4), []
+    state, by_steps, seen = state_of(), state_of(evaluations=EvaluationPlan(every=4)), []
     while not state.finished:
         state.advance()
         by_steps.advance()
@@ -151,7 +151,7 @@ def test_the_last_step_of_an_epoch_has_the_remaining_sequences():
 
 
 def test_early_stopping_counts_evaluations_without_improvement():
-    state = state_of(patience=2, eval_every=1)
+    state = state_of(evaluations=EvaluationPlan(every=1, patience=2))
     state.add_evaluation(1.0)  # before training: not the best
     seen = []
     for loss in (2.0, 2.5, 1.5, float("nan"), 1.6):

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from one_rank import one_rank
 
 from support import process
-from support.cluster import comm_volume, failures, process_group, watchdog
-from support.cluster.failures import FailureMonitor, StopSignal
+from support.cluster import comm_volume, failures, process_group, rank_states, watchdog
+from support.cluster.failures import FailureMonitor
 from support.cluster.hang_report import diagnosis
 from support.cluster.launch import Launch
 from support.cluster.restart import Restart
+from support.cluster.stop import StopSignal
 from support.errors import OutOfMemory, Stopped, StoppedBySignal, TrainingError, UserError, explain
 from support.train_state import TrainState
 
@@ -31,13 +32,14 @@ def ranks(tmp_path, monkeypatch):
     """The watchdogs of two ranks in this process, which share a store."""
     # torch registers the functions that count collectives once in a process, and not per rank.
     monkeypatch.setattr(comm_volume.Traffic, "start", lambda self: None)
-    store, dogs = dist.HashStore(), [watchdog.Watchdog(rank, 2) for rank in (0, 1)]
+    store = dist.HashStore()
+    dogs = [watchdog.Watchdog(rank, 2, store) for rank in (0, 1)]
     for dog in dogs:
-        dog.start(store, hang_seconds=60)
-        dog.folder = tmp_path
+        dog.start(hang_seconds=60)
+        dog.files.folder = tmp_path
     yield dogs
     for dog in dogs:
-        dog.close()
+        dog.files.close()
 
 
 def rounds(dogs, number: int) -> bool:
@@ -51,7 +53,7 @@ def test_a_rank_that_stops_answering_is_reported_in_time(ranks, monkeypatch, sta
     """Unless it computes: its main thread may hold Python's lock for minutes."""
     monkeypatch.setattr(psutil.Process, "status", lambda _: status)
     assert not rounds(ranks, 100)
-    assert not rounds(ranks[:1], watchdog.SILENT_ROUNDS)
+    assert not rounds(ranks[:1], rank_states.SILENT_ROUNDS)
     if status == psutil.STATUS_RUNNING:
         assert not rounds(ranks[:1], 100)
     else:
@@ -61,26 +63,26 @@ def test_a_rank_that_stops_answering_is_reported_in_time(ranks, monkeypatch, sta
 
 def test_ranks_that_do_not_answer_while_this_one_stops(ranks):
     rounds(ranks, 1)
-    assert ranks[0].silent_ranks(0.2) == [1]
+    assert ranks[0].states.silent_ranks(0.2) == [1]
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ranks[0].silent_ranks, 5)
+        answer = pool.submit(ranks[0].states.silent_ranks, 5)
         time.sleep(0.2)
         rounds(ranks[1:], 1)
         assert answer.result() == []
-    assert ranks[1].silent_ranks(5) == []  # rank 0 stops
+    assert ranks[1].states.silent_ranks(5) == []  # rank 0 stops
 
 
 def test_a_store_that_has_ended_is_reported(ranks, monkeypatch):
     def end(*_):
         raise dist.DistStoreError("Connection reset")
 
-    monkeypatch.setattr(ranks[1], "store", SimpleNamespace(set=end))
+    monkeypatch.setattr(ranks[1].states, "store", SimpleNamespace(set=end))
     with pytest.raises(TrainingError, match="Rank 0 ended without reporting"):
         ranks[1].look()
 
 
 def test_an_error_of_another_rank_is_its_own_to_report(ranks):
-    ranks[0].store.set("failure", "an error")
+    ranks[0].states.store.set("failure", "an error")
     assert rounds(ranks[:1], 1)
 
 
@@ -276,7 +278,7 @@ def test_the_first_failure_is_recorded_and_the_others_end_because_of_it(
     store, ended, recorded = dist.HashStore(), [], []
     for rank, error in enumerate((own, first)[::-1]):
         monitor = FailureMonitor(stop)
-        monitor.rank, monitor.watchdog.store = 1 - rank, store
+        monitor.rank, monitor.watchdog.states.store = 1 - rank, store
         monitor.record_with(lambda error: recorded.append((error.status, str(error))) or True)
         monkeypatch.setattr(monitor, "_leave", ended.append)
         monkeypatch.setattr(monitor, "_exit_at_latest", lambda *_: None)
@@ -302,7 +304,7 @@ def test_a_stop_signal_while_the_ranks_restart_is_not_lost(stop, monkeypatch):
     """It arrives in the main thread, while another one replaces the program."""
     ended, recorded = [], []
     monitor = FailureMonitor(stop)
-    monitor.watchdog.store.set("failure", "restart of rank 1")
+    monitor.watchdog.states.store.set("failure", "restart of rank 1")
     monitor.record_with(lambda error: recorded.append(error.status) or True)
     monkeypatch.setattr(monitor, "_leave", ended.append)
     restart = Restart({}, bool)
@@ -319,7 +321,7 @@ def test_a_first_stop_signal_requests_a_save_and_a_later_one_interrupts(stop, mo
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.requested
-    monkeypatch.setattr("support.cluster.failures.SAME_REQUEST_SECONDS", 0)
+    monkeypatch.setattr("support.cluster.stop.SAME_REQUEST_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
@@ -348,7 +350,7 @@ def test_a_stopped_run_exits_although_the_store_does_not_answer(monkeypatch):
     monkeypatch.setattr(monitor, "ranks", 2)
     waited = []
     silent = lambda seconds: waited.append(exited.wait(2)) or []  # noqa: E731
-    monkeypatch.setattr(monitor.watchdog, "silent_ranks", silent)
+    monkeypatch.setattr(monitor.watchdog.states, "silent_ranks", silent)
     monitor.end_failed(Stopped.by("SIGTERM"))
     assert codes[:1] == [75] and waited == [True]
 
