@@ -155,7 +155,7 @@ def run_on_all_ranks(
     from support.cluster.failures import FailureMonitor, StopSignal
     from support.cluster.tuning import choose_precision
     from support.commands import command_of
-    from support.model.resolve import configure_transformers
+    from support.model.prepare import configure_transformers
 
     # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()

@@ -38,7 +38,7 @@ from support.files import atomic
 from support.files.json_types import JsonObject
 from support.files.safetensors_writer import save_file
 from support.model.export import TrainedModel
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.model.weights import persistent_buffers
 from support.settings.output import OutputSettings
 from support.settings.settings import Settings

@@ -14,7 +14,7 @@ from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
 from support.memory.measure import StepMemory
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.report.metrics_file import FILE, MetricsFile
 from support.report.profiling import start_trace
 from support.report.run_folder import RunFolder
