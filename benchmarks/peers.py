@@ -44,7 +44,7 @@ from typing import NamedTuple
 from benchmarks import corpus
 from benchmarks.runner import PROJECT, SCRIPT, TORCHRUN, end_families
 from support.cluster.tuning import cpu_computes_bf16
-from support.tables import CONFIGS, EMBEDDED_MODEL
+from support.known_models import CONFIGS, EMBEDDED_MODEL
 from support.text_tables import replace_section
 from support.units import GB
 
