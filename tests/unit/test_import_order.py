@@ -14,7 +14,7 @@ from support import PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
-    *(["startup"], ["commands"], ["report"], ["checkpoints"], ["model"], ["data"]),
+    *(["startup"], ["commands", "planner"], ["report"], ["checkpoints"], ["model"], ["data"]),
     *(["cluster", "memory"], ["cli"], ["settings"], ["strategies"], ["workload"]),
     *(["files", "programs"], ["process"], ["errors"]),
     ["console", "entry_points", "known_models", "optimizers", "patches", "text_tables"],
