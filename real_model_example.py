@@ -59,8 +59,8 @@ from support.checkpoints.manager import CheckpointManager
 from support.cluster import process_group
 from support.cluster.context import DistContext
 from support.data import batches, opening
-from support.model import resolve
-from support.model.resolve import ModelSpec
+from support.model import prepare
+from support.model.spec import ModelSpec
 from support.report import finish, start
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
@@ -134,7 +134,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     target = finish.find_target(output, settings.model.merge_lora, ctx, folder)
     log = start.open_log(settings, ctx, folder)  # prints and records how the run gets ready
     checkpoint = CheckpointManager.find(output, settings.data, training, ctx, folder.path)
-    spec = resolve.find_model(settings, ctx)  # configuration and tokenizer; the weights come later
+    spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
     # Before the weights are loaded, so that errors in the data are reported soon.
@@ -434,7 +434,7 @@ def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=No
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=batches.IGNORED)  # position i predicts token i + 1
     options = {} if positions is None else {"position_ids": positions}
-    if resolve.computes_loss(model):
+    if prepare.computes_loss(model):
         # The usual case. spec.load() has replaced the output layer by one that computes the same
         # loss as the code below, but does not store all logits, the largest tensor of a step:
         # add_loss and ChunkedLoss in support/model/loss.py. The number of tokens is an integer,
@@ -516,9 +516,9 @@ def build_ddp(
 ) -> TrainingObjects:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model = spec.load(ctx)
-    resolve.prepare_forward(model, settings.model, spec)
+    prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
-    resolve.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
+    prepare.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
             model,
@@ -557,7 +557,7 @@ def build_fsdp(
     fsdp_options: dict[str, Any] = {"mesh": ctx.mesh(options.hybrid), "mp_policy": mp_policy}
     if options.offload:
         fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-    layers = shards.layers_to_shard(model, resolve.transformer_blocks(model), options)
+    layers = shards.layers_to_shard(model, prepare.transformer_blocks(model), options)
     for layer in layers:  # hooks gather a layer's parameters before it computes
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **fsdp_options)
     # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
@@ -568,7 +568,7 @@ def build_fsdp(
     model.to_empty(device="cpu" if options.offload else ctx.device)
     shards.fill_from_rank0(model, full_model, ctx.device)  # also buffers
     del full_model
-    resolve.prepare_forward(model, settings.model, spec)
+    prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
     # The optimizer states are sharded because the parameters are.
     training = settings.training
@@ -606,7 +606,7 @@ def build_deepspeed(
         model = partition_with_zero3(strategy, ctx, spec, settings.debug.verbose)
     else:
         model = spec.load(ctx)
-    resolve.prepare_forward(model, settings.model, spec)
+    prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
     training, verbose = settings.training, settings.debug.verbose
     own_optimizer = training.optim != "adamw" and not training.eval_only
@@ -628,7 +628,7 @@ def prepare_deepspeed(
 
     nvme_folder = None
     if strategy.needs_nvme:
-        sizes = (spec.parameters, ctx.ranks_per_node, ctx.world_size)  # for the space it needs
+        sizes = (spec.counts.total, ctx.ranks_per_node, ctx.world_size)  # for the space it needs
         make = partial(setup.make_nvme_folder, settings.parallelism.nvme_path, *sizes)
         nvme_folder = ctx.once_per_node("nvme folder", make)
     # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
@@ -638,7 +638,7 @@ def prepare_deepspeed(
     with setup.quiet(verbose):
         deepspeed.init_distributed(dist_backend=ctx.backend)  # uses the existing process group
     model_sizes = setup.ModelSizes(  # the buckets hold a transformer block
-        spec.text_config.hidden_size, spec.parameters, spec.largest_parameter, spec.tied
+        spec.text_config.hidden_size, spec.counts.total, spec.counts.largest, spec.tied
     )
     return setup.complete(strategy, model_sizes, ctx.precision, ctx.world_size, nvme_folder)
 
@@ -664,11 +664,11 @@ def partition_with_zero3(
 
 
 def load_for_evaluation(
-    model_settings: resolve.ModelSettings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
+    model_settings: prepare.ModelSettings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
 ) -> TrainingObjects:
     """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
     model = spec.load(ctx)
-    resolve.prepare_forward(model, model_settings, spec)
+    prepare.prepare_forward(model, model_settings, spec)
     log.model_loaded(spec)
     model.to(ctx.device)
     return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)

@@ -33,7 +33,7 @@ from support.cluster.process_group import single_process
 from support.data.opening import open_tokenized
 from support.data.sequences import Padding, Sequences
 from support.loss_chunks import IGNORED
-from support.model import resolve as models
+from support.model.spec import ModelSpec
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
 
@@ -50,7 +50,7 @@ def main(settings: Settings, launch: Launch) -> None:
     data, training, chosen = settings.data, settings.training, settings.model
     assert settings.output.output_dir  # --prove gives it
     with single_process(launch) as ctx:
-        spec = models.find_model(settings, ctx)
+        spec = ModelSpec.find(settings, ctx)
         spec.chunked_loss = False
         padding = Padding.of(spec.seq_length, chosen.compile, ctx.device.type)
         train = open_tokenized(data, training, ctx, spec.tokenizer, padding).train

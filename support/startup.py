@@ -110,7 +110,7 @@ def run_on_all_ranks(
         train: returns the wrapped model.
     """
     from support.cluster.all_ranks import run_together
-    from support.model.resolve import configure_transformers
+    from support.model.prepare import configure_transformers
 
     # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()

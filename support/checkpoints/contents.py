@@ -15,7 +15,7 @@ from support.checkpoints import format as files
 from support.errors import redact_value
 from support.files.json_types import JsonObject
 from support.files.safetensors_writer import save_file
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.model.weights import persistent_buffers
 from support.strategies import gradients
 from support.strategies.objects import TrainingObjects

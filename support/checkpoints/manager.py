@@ -28,7 +28,7 @@ from support.data.opening import Datasets
 from support.errors import TrainingError
 from support.files.json_types import JsonObject
 from support.model.export import TrainedModel
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.settings.output import OutputSettings
 from support.settings.settings import Settings
 from support.strategies.objects import TrainingObjects

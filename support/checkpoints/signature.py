@@ -19,7 +19,7 @@ from support.data.tokenize import tokenizer_fingerprint
 from support.errors import UserError, same_redacted
 from support.files.json_types import JsonObject
 from support.files.user_files import shown
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.settings.data import DataSettings
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
@@ -61,15 +61,15 @@ def run_signature(
     data, training = settings.data, settings.training
     shapes = {name: full_shape(p) for name, p in module.named_parameters()}
     must_match = {
-        "parameters": spec.parameters,
+        "parameters": spec.counts.total,
         "shapes": digest_of(sorted(shapes.items())),
         "tokenizer": tokenizer_fingerprint(spec.tokenizer),
     }
     if spec.lora:
         must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
         # The frozen weights are not part of a checkpoint.
-        frozen = f"random, from seed {training.seed}" if spec.random else "as they came"
-        must_match["frozen weights"] = frozen + (", in 4 bits" if spec.load_in_4bit else "")
+        frozen = f"random, from seed {training.seed}" if spec.weights.random else "as they came"
+        must_match["frozen weights"] = frozen + (", in 4 bits" if spec.weights.in_4bit else "")
     # Whether a stream contains conversations or documents is not known in advance.
     may_be_chat, may_be_text = (
         data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")

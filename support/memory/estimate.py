@@ -97,7 +97,7 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
         host=sum_of(terms, "host"),
         nvme=sum_of(terms, "nvme"),
         sent=sent * (work.world_size - 1) // work.world_size,
-        device=work.device,
+        device=work.device.type,
         terms=tuple(term for term in terms if term.size),
     )
 
@@ -115,7 +115,7 @@ def supporting(work: Workload) -> list[str]:
         for name, strategy in STRATEGIES.items()
         if not strategy.why_not(optimizer)
         # bitsandbytes' packed weights cannot be sharded.
-        and (strategy.whole_parameters or not work.load_in_4bit)
+        and (strategy.whole_parameters or not work.in_4bit)
     ]
 
 
@@ -125,6 +125,6 @@ def _cublas(work: Workload) -> int:
     One for each handle and stream: of the main thread, and of autograd's thread
     (ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
     """
-    if work.device != "cuda":
+    if work.device.type != "cuda":
         return 0
-    return 2 * (32 * MB if work.capability >= HOPPER else 8 * MB + 128 * KB)
+    return 2 * (32 * MB if work.device.capability >= HOPPER else 8 * MB + 128 * KB)

@@ -35,9 +35,9 @@ def find_architecture(model: str) -> Architecture:
             raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
         file = download_config(model)
     architecture = read_architecture(read_json("--model", file), file)
-    if not architecture.tied:
+    if not architecture.embedding.tied:
         return architecture
-    architecture = replace(architecture, unconfirmed=not Path(model).exists())
+    architecture = _with_head(architecture, tied=True, unconfirmed=not Path(model).exists())
     return _as_in_weights(architecture, Path(file).parent)
 
 
@@ -49,8 +49,14 @@ def _as_in_weights(architecture: Architecture, folder: Path) -> Architecture:
     except UserError:  # not here, or damaged, which a run reports
         return architecture
     except ImportError:  # pickled weights, and no PyTorch
-        return replace(architecture, unconfirmed=True)
+        return _with_head(architecture, tied=True, unconfirmed=True)
     # A file of the model without its output layer leaves out the first part of the name.
     names = (embedding, embedding.partition(".")[2])
     tied = not weight_files.has_own_head(tensors, names)
-    return replace(architecture, tied=tied, unconfirmed=False)
+    return _with_head(architecture, tied, unconfirmed=False)
+
+
+def _with_head(architecture: Architecture, tied: bool, unconfirmed: bool) -> Architecture:
+    """Return an architecture with this output layer, see `Embedding`."""
+    embedding = replace(architecture.embedding, tied=tied, unconfirmed=unconfirmed)
+    return replace(architecture, embedding=embedding)

@@ -1,9 +1,12 @@
 """The model: from --model to weights in memory, and from trained weights to an exported folder.
 
-resolve   finds, downloads or initializes a model: from --model to a ModelSpec (spec)
-locate    finds its parts on this machine; download: a model of the hub
+spec      ModelSpec, a model without its weights in memory; it finds and loads a model
+resolve   from --model to folders with weights and tokenizer that every rank can load
+locate    the parts of --model on this machine; download: a model of the hub
+config    config.json, generation_config.json, and what the flags change of them
 tokenizer read from its folder, or the embedded one
 weights   read from a folder, drawn from the seed, saved for the other ranks
+prepare   a loaded model for training: its blocks, its forward pass, its device
 loss      the next-token loss, computed in chunks of the logits by the output layer
 isolation attention within a document, where a sequence has several
 lora      LoRA adapters, attached by peft; merging: added to the weights for an export

@@ -25,7 +25,7 @@ from support.errors import FirstError, TrainingError, redact
 from support.files import atomic
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
 from support.memory.system import host_bytes
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.model.weights import persistent_buffers
 from support.settings.output import OutputSettings
 from support.strategies.objects import TrainingObjects

@@ -11,7 +11,8 @@ from torch import nn
 from support import console
 from support.cluster.context import DistContext
 from support.data.chat import Prompt
-from support.model.resolve import ModelSpec, max_positions
+from support.model.config import max_positions
+from support.model.spec import ModelSpec
 
 NEW_TOKENS = 100
 TEMPERATURE, TOP_K = 0.8, 50
@@ -54,10 +55,7 @@ def generate(
             )
         # Architectures without a cache compute the whole text again for each token.
         cache = getattr(out, "past_key_values", None)
-        likeliest = out.logits[0, -1].float().cpu().topk(min(TOP_K, out.logits.shape[-1]))
-        probabilities = torch.softmax(likeliest.values / TEMPERATURE, 0)
-        choice = torch.multinomial(probabilities, 1, generator=generator)
-        chosen = likeliest.indices[choice].to(ctx.device)
+        chosen = _sample(out.logits[0, -1], generator).to(ctx.device)
         dist.broadcast(chosen, src=0)
         if chosen.item() in ends:
             break
@@ -69,3 +67,11 @@ def generate(
         text = spec.tokenizer.decode(answer, skip_special_tokens=True).strip()
     console.print0(f"💬 {text}")
     return text
+
+
+def _sample(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw one of the TOP_K likeliest tokens on the CPU: a tensor with its id."""
+    likeliest = logits.float().cpu().topk(min(TOP_K, len(logits)))
+    probabilities = torch.softmax(likeliest.values / TEMPERATURE, 0)
+    choice = torch.multinomial(probabilities, 1, generator=generator)
+    return likeliest.indices[choice]

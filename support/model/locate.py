@@ -6,14 +6,13 @@ from functools import partial
 from typing import NamedTuple
 
 import transformers
-from transformers import AutoConfig
 
 from support.cli.checks import is_local_model, scratch_without_hub
-from support.errors import UserError, refused_as
-from support.known_models import CONFIGS, EMBEDDED_MODEL
+from support.errors import UserError
+from support.known_models import EMBEDDED_MODEL
+from support.model.config import gpt2_config, read_config
 from support.model.download import download
 from support.model.tokenizer import embedded_tokenizer, read_tokenizer
-from support.model.weights import NO_REMOTE_CODE
 from support.settings.model import ModelSettings
 
 
@@ -38,14 +37,14 @@ def locate(
     name = model_settings.model
     if name == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
-        return Located(_gpt2_config(name, 0.0, 0), embedded_tokenizer(cache_dir), None, [])
+        return Located(gpt2_config(name, 0.0, 0), embedded_tokenizer(cache_dir), None, [])
     needed = with_weights and not model_settings.from_scratch
     download_it = partial(download, name, model_settings.model_revision, needed, offline)
     if is_local_model(name) or not scratch_without_hub(model_settings):
         folder = name if is_local_model(name) else download_it()
         config = read_config(folder, name)
         return Located(config, folder, None if model_settings.from_scratch else folder, [])
-    config = _gpt2_config(name, 0.1, 50256)
+    config = gpt2_config(name, 0.1, 50256)
     try:
         folder = download_it()
         read_tokenizer(folder, name)
@@ -53,26 +52,3 @@ def locate(
     except UserError:
         notice = f"The tokenizer of {name} is not available: using the embedded one."
         return Located(config, embedded_tokenizer(cache_dir), None, [notice])
-
-
-def read_config(folder: str, name: str) -> transformers.PretrainedConfig:
-    """Return the configuration in a folder.
-
-    Args:
-        name: --model, for messages.
-    """
-    with refused_as(f"--model {name}: its config.json cannot be used"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"--model {name} is a {config.model_type}, which is not a causal language model."
-        )
-    return config
-
-
-def _gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT2Config:
-    """Return the configuration of a GPT-2 architecture in support/known_models.py."""
-    settings = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
-    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
-    return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])

@@ -8,6 +8,7 @@ it is compiled, it computes all logits at once if they fit: the compiler fuses w
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,7 @@ class OutputLayer(nn.Linear):
             if not torch.is_grad_enabled():
                 needed = (False, False, False)
                 return _loss_and_gradients(inputs, targets, 1 / tokens, dtype, needed)[0]
-            loss = ChunkedLoss.apply(*inputs, targets, tokens, dtype)
+            loss = ChunkedLoss.apply(*inputs, Targets(targets, tokens), dtype)
         if loss.requires_grad and dtype not in COMPUTED_IN_BACKWARD:
             saved = loss.grad_fn.saved_tensors
             self.kept_bytes = sum(tensor.nbytes for tensor in saved if tensor is not None)
@@ -147,25 +148,34 @@ def _view(tensor: torch.Tensor) -> tuple:
     return tensor.untyped_storage()._cdata, tensor._version, place
 
 
+class Targets(NamedTuple):
+    """What a loss is computed of, besides the logits."""
+
+    tokens: torch.Tensor  # [tokens], the next token of each; negative: not counted
+    divisor: torch.Tensor  # a scalar
+
+
 class ChunkedLoss(torch.autograd.Function):
-    """Cross entropy of a linear layer's output, summed over the tokens and divided by `divisor`.
+    """Cross entropy of a linear layer's output, summed over the tokens and divided by a number.
 
     The gradients are computed together with the loss, from the same logits; backward only
     multiplies them. In fp16 they would underflow without the factor of the loss scaler, which is
     known only in backward, so backward computes the logits again.
 
     Inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
-    None, targets [tokens] (negative: not counted), a scalar divisor, dtype of the matrix products.
+    None, targets, dtype of the matrix products.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, divisor, dtype) -> torch.Tensor:
+    def forward(ctx, hidden, weight, bias, targets: Targets, dtype) -> torch.Tensor:
         """Compute the loss and, except in fp16, the gradients."""
         inputs = (hidden, weight, bias)
         ctx.dtype, ctx.in_backward = dtype, dtype in COMPUTED_IN_BACKWARD
         needed = [wanted and not ctx.in_backward for wanted in ctx.needs_input_grad[:3]]
-        loss, gradients = _loss_and_gradients(inputs, targets, 1 / divisor, dtype, needed)
-        ctx.save_for_backward(*((*inputs, targets, divisor) if ctx.in_backward else gradients))
+        loss, gradients = _loss_and_gradients(
+            inputs, targets.tokens, 1 / targets.divisor, dtype, needed
+        )
+        ctx.save_for_backward(*((*inputs, *targets) if ctx.in_backward else gradients))
         return loss
 
     @staticmethod
@@ -173,12 +183,12 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, factor):
         """Return the gradients of hidden, weight and bias, times the scalar `factor`."""
         if ctx.in_backward:
-            *inputs, targets, divisor = ctx.saved_tensors
+            *inputs, tokens, divisor = ctx.saved_tensors
             needed = ctx.needs_input_grad[:3]
-            _, gradients = _loss_and_gradients(inputs, targets, factor / divisor, ctx.dtype, needed)
+            _, gradients = _loss_and_gradients(inputs, tokens, factor / divisor, ctx.dtype, needed)
         else:
             gradients = [g if g is None else g.mul_(factor) for g in ctx.saved_tensors]
-        return *gradients, None, None, None
+        return *gradients, None, None
 
 
 def _loss_and_gradients(
@@ -197,23 +207,15 @@ def _loss_and_gradients(
         alignment: the columns of the logits are padded to a multiple of it, and in 16 bits the rows
             of a chunk; None: that of ALIGNMENT, or 1.
     """
-    hidden, weight = inputs[0].to(dtype), inputs[1].to(dtype)
-    bias = None if inputs[2] is None else inputs[2].to(dtype)
-    device, vocabulary = hidden.device.type, len(weight)
+    device, vocabulary = inputs[0].device.type, len(inputs[1])
     if alignment is None:
         alignment = ALIGNMENT.get((device, dtype.itemsize), 1)
     padding = -vocabulary % alignment  # columns that no target names
-    in_16_bits = dtype.itemsize == 2
-    if padding and in_16_bits:  # in fp32 the copy would cost as much memory as the weight
-        weight = F.pad(weight, (0, 0, 0, padding))
-        bias = bias if bias is None else F.pad(bias, (0, padding))
-    fp32 = {"dtype": torch.float32, "device": hidden.device}
-    grad_hidden = torch.empty_like(inputs[0]) if needed[0] else None
-    grad_weight = torch.zeros(inputs[1].shape, **fp32) if needed[1] else None
-    grad_bias = torch.zeros(vocabulary, **fp32) if needed[2] else None
-    loss = torch.zeros((), **fp32)
+    hidden, weight, bias = _as_factors(inputs, dtype, padding)
+    gradients = ChunkedGradients(inputs, needed)
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = -(-len(hidden) // number_of_chunks(len(hidden), len(weight), device))
-    rows += -rows % alignment if in_16_bits else 0
+    rows += -rows % alignment if dtype.itemsize == 2 else 0
     for start in range(0, len(hidden), rows):
         count = min(rows, len(hidden) - start)
         part = hidden.narrow(0, start, count)
@@ -225,21 +227,65 @@ def _loss_and_gradients(
         )
         grad_logits = grad_logits.narrow(1, 0, len(weight))
         loss -= log_p
-        if grad_hidden is not None:
-            grad_hidden.narrow(0, start, count).copy_((grad_logits @ weight).mul(factor))
-        if grad_weight is not None:
-            part = part.mul(factor).to(dtype)
-        if grad_weight is not None and dtype == torch.float32:
-            grad_weight.addmm_(grad_logits.T, part)
-        elif grad_weight is not None:
-            grad_weight += (grad_logits.T @ part).narrow(0, 0, vocabulary)
-        if grad_bias is not None:
-            grad_bias += (grad_logits.T @ factor.to(dtype)).squeeze(1).narrow(0, 0, vocabulary)
+        gradients.add(start, part, weight, grad_logits, factor)
         del logits, grad_logits  # before the next chunk allocates its own
-    return loss * scale, [
-        None if g is None or x is None else g.to(x.dtype)
-        for g, x in zip((grad_hidden, grad_weight, grad_bias), inputs, strict=True)
-    ]
+    return loss * scale, gradients.of_inputs(inputs)
+
+
+def _as_factors(inputs: Inputs, dtype: torch.dtype, padding: int) -> Inputs:
+    """Return the inputs in the dtype of the matrix products; in 16 bits with rows of padding."""
+    hidden, weight = inputs[0].to(dtype), inputs[1].to(dtype)
+    bias = None if inputs[2] is None else inputs[2].to(dtype)
+    if padding and dtype.itemsize == 2:  # in fp32 the copy would cost as much memory as the weight
+        weight = F.pad(weight, (0, 0, 0, padding))
+        bias = bias if bias is None else F.pad(bias, (0, padding))
+    return hidden, weight, bias
+
+
+class ChunkedGradients:
+    """Gradients of the inputs that need one; those of weight and bias are sums over the chunks."""
+
+    def __init__(self, inputs: Inputs, needed: Sequence[bool]):
+        hidden, weight, _ = inputs
+        fp32 = {"dtype": torch.float32, "device": hidden.device}
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros(weight.shape, **fp32) if needed[1] else None
+        self.bias = torch.zeros(len(weight), **fp32) if needed[2] else None
+
+    def add(
+        self,
+        start: int,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        grad_logits: torch.Tensor,
+        factor: torch.Tensor,
+    ) -> None:
+        """Add those of a chunk.
+
+        Args:
+            start: the chunk's first token.
+            hidden, weight: the factors of its logits; the weight may have rows of padding.
+            grad_logits, factor: whose product is the gradient of the logits, see _cross_entropy.
+        """
+        if self.hidden is not None:
+            of_chunk = self.hidden.narrow(0, start, len(hidden))
+            of_chunk.copy_((grad_logits @ weight).mul(factor))
+        if self.weight is not None:
+            hidden = hidden.mul(factor).to(hidden.dtype)
+            if hidden.dtype == torch.float32:
+                self.weight.addmm_(grad_logits.T, hidden)
+            else:
+                self.weight += (grad_logits.T @ hidden).narrow(0, 0, len(self.weight))
+        if self.bias is not None:
+            product = (grad_logits.T @ factor.to(hidden.dtype)).squeeze(1)
+            self.bias += product.narrow(0, 0, len(self.bias))
+
+    def of_inputs(self, inputs: Inputs) -> list[torch.Tensor | None]:
+        """Return the gradients in the dtypes of the inputs; None for one that needs none."""
+        return [
+            None if g is None or x is None else g.to(x.dtype)
+            for g, x in zip((self.hidden, self.weight, self.bias), inputs, strict=True)
+        ]
 
 
 def _cross_entropy(

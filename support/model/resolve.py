@@ -1,4 +1,4 @@
-"""Resolve --model to a ModelSpec: an architecture, a tokenizer, a local folder with the weights.
+"""Resolve --model to local folders with its weights and its tokenizer, on every node.
 
 Every kind of --model results in a local folder, which each strategy loads in its own way. Ranks
 that share random weights find them there; one process alone draws them when it loads the model.
@@ -6,71 +6,23 @@ that share random weights find them there; one process alone draws them when it 
 
 from __future__ import annotations
 
-import math
 import os
-from functools import partial
-from pathlib import Path
 from typing import TypedDict
 
 import torch
-import torch.distributed as dist
 import transformers
-from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from support import console, patches
+from support import console
 from support.cli.checks import names_on_hub
 from support.cluster.context import DistContext
-from support.errors import refused_as
-from support.gpu_generations import shares_keys
 from support.model import weights
-from support.model.isolation import check_isolation
-from support.model.locate import Located, locate, read_config
-from support.model.lora import Lora
-from support.model.loss import computes_loss
-from support.model.spec import ModelSpec
+from support.model.config import max_positions
+from support.model.locate import Located, locate
 from support.model.tokenizer import read_tokenizer
-from support.settings.data import choose_seq_length
+from support.settings.data import DataSettings
 from support.settings.model import ModelSettings
 from support.settings.settings import Settings
-from support.strategies.wrapped import full_shape
-
-# ------------------------------------------------------------------- settings of an architecture
-
-
-def fuse_gelu(config: transformers.PretrainedConfig) -> dict[str, str]:
-    """Replace GPT-2's activation by the same function in one kernel; return the original settings.
-
-    transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv
-    1606.08415) in eight operations; gelu_pytorch_tanh is PyTorch's own implementation.
-    """
-    text_config = config.get_text_config()
-    replaced = {name: value for name, value in text_config.to_dict().items() if value == "gelu_new"}
-    text_config.update(dict.fromkeys(replaced, "gelu_pytorch_tanh"))
-    return replaced
-
-
-def set_dropout(config: transformers.PretrainedConfig, probability: float) -> None:
-    """Set every dropout probability of an architecture, whatever its name is."""
-    text_config = config.get_text_config()
-    names = [
-        name
-        for name, value in text_config.to_dict().items()
-        if "drop" in name
-        and type(value) in (float, int)
-        and not name.startswith(("summary", "classifier"))
-    ]
-    text_config.update(dict.fromkeys(names, probability))
-    if not names and probability:
-        console.warn("--dropout: this architecture has no dropout.")
-
-
-def max_positions(config: transformers.PretrainedConfig) -> int | None:
-    """Return the longest sequence that the model supports; None if it has no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-# -------------------------------------------------------------------------------- resolving --model
 
 
 class Prepared(TypedDict):
@@ -79,116 +31,36 @@ class Prepared(TypedDict):
     weights: str  # folder
     tokenizer: str  # folder
     notices: list[str]  # for the user
-    random: bool  # see ModelSpec
-    new_rows: int  # see ModelSpec
+    random: bool  # see WeightSource
+    new_rows: int  # see WeightSource
     own_head: bool  # see `weights.check_folder`
 
 
-def find_model(settings: Settings, ctx: DistContext) -> ModelSpec:
-    """Resolve --model to a `ModelSpec`; a node downloads weights, or draws shared ones, once.
+def find_folders(
+    model_settings: ModelSettings,
+    data: DataSettings,
+    offline: bool,
+    seed: int,
+    shared: bool,
+    ctx: DistContext,
+) -> Prepared:
+    """Find the parts of --model; a node downloads weights, or draws shared ones, once.
 
-    Raises:
-        UserError: the model cannot be found or downloaded, is no causal language model, has less
-            than --seq_length positions, or cannot isolate documents.
+    Args:
+        offline: use no network.
+        seed: of random weights.
+        shared: the ranks share a file of random weights.
     """
-    model_settings, data, offline = settings.model, settings.data, settings.hub.offline
-    name, seed = model_settings.model, settings.training.seed
-    adapters, strategy = model_settings.lora_r is not None, settings.parallelism.configured
-    _be_quiet(settings.debug.verbose)
+    name = model_settings.model
     console.print0("📥 Loading model and tokenizer...")
     if not offline and names_on_hub(name, data.dataset)[0]:
         console.print0(f"⏳ Downloading {name}, unless it is in the cache")
-    # Ranks share a file of random weights. Shards and weights under adapters are read from it, too.
-    shared = ctx.real_world_size > 1 or not strategy.whole_parameters or adapters
-    parts = partial(locate, model_settings, data.cache_dir, True, offline)
-    found: Prepared = ctx.once_per_node(
-        "model", lambda: _prepare_folders(parts(), name, seed, shared)
-    )
-    config = read_config(found["weights"], name)
-    tokenizer = read_tokenizer(found["tokenizer"], name, data.chat_template)
-    for notice in found["notices"]:
-        console.warn(notice)
-    if found["own_head"]:
-        weights.untie(config)
-    own_settings = _apply_flags(config, model_settings)
-    generation = _read_generation_config(found["weights"], config)
-    with refused_as(weights.NOT_BUILT.format(f"--model {name}")):
-        spec = ModelSpec(
-            config,
-            tokenizer,
-            generation,
-            found["weights"],
-            seed,
-            choose_seq_length(data.seq_length, name, max_positions(config)),
-            random=found["random"],
-            new_rows=found["new_rows"],
-            lora=Lora.of(model_settings, seed),
-            dtype=weights.weights_dtype(strategy, adapters, ctx),
-            load_in_4bit=model_settings.load_in_4bit,
-            own_settings=own_settings,
-        )
-    if data.isolates_documents:
-        check_isolation(config, tokenizer, name, data.packing)
-    return spec
 
+    def prepare() -> Prepared:
+        parts = locate(model_settings, data.cache_dir, True, offline)
+        return _prepare_folders(parts, name, seed, shared)
 
-def _apply_flags(
-    config: transformers.PretrainedConfig, model_settings: ModelSettings
-) -> dict[str, str]:
-    """Change the configuration as the flags request; return original values, see ModelSpec."""
-    config.use_cache = False
-    own_settings = fuse_gelu(config) if model_settings.fused_gelu else {}
-    if model_settings.dropout is not None:
-        set_dropout(config, model_settings.dropout)
-    return own_settings
-
-
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of `_no_split_modules`, or else those of the largest ModuleList.
-
-    The model may be sharded: FSDP2 replaces a module's class by a subclass with another name, and
-    ZeRO-3 empties parameters.
-    """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-
-    def is_block(module: nn.Module) -> bool:
-        return any(cls.__name__ in names for cls in type(module).__mro__)
-
-    def size(layers: nn.ModuleList) -> int:
-        return sum(math.prod(full_shape(parameter)) for parameter in layers.parameters())
-
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    blocks = [module for module in model.modules() if is_block(module)]
-    return blocks or list(max(lists, key=size, default=[]))
-
-
-def prepare_forward(model: nn.Module, model_settings: ModelSettings, spec: ModelSpec) -> None:
-    """Apply --gradient_checkpointing and --compile, then remove random weights from the disk."""
-    if model_settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if model_settings.compile:
-        layers = transformer_blocks(model)  # identical ones share a graph
-        if computes_loss(model):
-            layers.append(model.get_output_embeddings())
-        for layer in layers:
-            layer.compile()
-    dist.barrier()  # all ranks have read the weights
-    if not model_settings.merge_lora:  # --merge_lora reads the weights again at the end
-        spec.remove_drawn_weights()  # the temporary folder of weights that were drawn from --seed
-
-
-def copy_to_device(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device; on a CPU, copy the weights that are trained from their mapped file.
-
-    Otherwise the first update copies them on several threads, and for each page the kernel
-    interrupts the cores of the others (benchmarks/RESULTS.md).
-    """
-    model.to(device)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_cpu:
-            # Writes each page; PyTorch uses one thread for less than 2^15 elements.
-            for part in parameter.detach().flatten().split(2**14):
-                part.mul_(1)
+    return ctx.once_per_node("model", prepare)
 
 
 def find_tokenizer(
@@ -201,26 +73,18 @@ def find_tokenizer(
         found = locate(settings.model, settings.data.cache_dir, needed, offline)
         return {"tokenizer": found.tokenizer, "positions": max_positions(found.config)}
 
-    _be_quiet(settings.debug.verbose)
+    be_quiet(settings.debug.verbose)
     found = ctx.once_per_node("tokenizer", parts)
     name, template = settings.model.model, settings.data.chat_template
     return read_tokenizer(found["tokenizer"], name, template), found["positions"]
 
 
-def _be_quiet(verbose: bool) -> None:
+def be_quiet(verbose: bool) -> None:
     """Hide the messages of transformers, unless they are requested."""
     if not verbose:
         if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":  # else it is the user's
             transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-
-
-def configure_transformers(isolates_documents: bool, ctx: DistContext) -> None:
-    """Keep transformers from reading tensors on the device, and from storing attention scores."""
-    patches.replace_packed_sequence_check(isolates_documents)
-    patches.skip_padding_check()
-    if not shares_keys(ctx.device.type, ctx.precision, ctx.capability):
-        patches.repeat_keys_and_values()
 
 
 def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Prepared:
@@ -263,12 +127,3 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
         "new_rows": new_rows,
         "own_head": own_head,
     }
-
-
-def _read_generation_config(folder: str, config: transformers.PretrainedConfig) -> GenerationConfig:
-    """Return the settings of generation; older models have them in their config.json, or none."""
-    file = Path(folder, "generation_config.json")
-    if not file.exists():
-        return GenerationConfig.from_model_config(config)
-    with refused_as(f"{file} cannot be used; correct or remove it"):
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -13,31 +13,81 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from support import console
 from support.cluster.context import DistContext
-from support.errors import TrainingError, redact
+from support.errors import TrainingError, redact, refused_as
 from support.files.atomic import remove_temporary_folder, write_text
-from support.model import weights
+from support.model import resolve, weights
+from support.model.config import apply_flags, max_positions, read_config, read_generation_config
+from support.model.isolation import check_isolation
 from support.model.lora import Lora
 from support.model.loss import add_loss, returns_plain_logits
+from support.model.tokenizer import read_tokenizer
+from support.settings.data import choose_seq_length
+from support.settings.settings import Settings
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where a model's weights come from, and how they are loaded."""
+
+    folder: str  # local folder that `ModelSpec.load` reads
+    seed: int  # for weights that the folder lacks
+    # The weights, or rows of the embedding, are drawn from the seed for this run.
+    random: bool = False
+    new_rows: int = 0  # rows added to an embedding that was not random
+    dtype: torch.dtype = torch.float32  # of the loaded weights; adapters are in fp32
+    in_4bit: bool = False  # weights of linear layers are loaded in 4 bits, on the rank's device
+
+    def remove_drawn(self) -> None:
+        """Remove the folder if its weights were drawn for this run; call it once loaded."""
+        remove_temporary_folder(Path(self.folder))
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters, adapters included; tied weights count once."""
+
+    total: int
+    trainable: int
+    largest: int  # of one tensor
+    # Those that take part in matrix multiplications.
+    matmul: int
+    trainable_matmul: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParameterCounts:
+        """Count the parameters of a model, which may be on the meta device."""
+        # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
+        lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        if is_tied(model):
+            lookups -= {model.get_output_embeddings().weight}
+        sizes = {weight: weight.numel() for weight in model.parameters()}
+        trained = {weight: size for weight, size in sizes.items() if weight.requires_grad}
+        matmul, trainable_matmul = (
+            sum(size for weight, size in counted.items() if weight not in lookups)
+            for counted in (sizes, trained)
+        )
+        total, trainable = sum(sizes.values()), sum(trained.values())
+        return cls(total, trainable, max(sizes.values()), matmul, trainable_matmul)
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Return whether the output layer shares the weight of an embedding."""
+    head = model.get_output_embeddings()
+    lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return head is not None and head.weight in lookups
 
 
 @dataclass
 class ModelSpec:
-    """Everything of a model except its weights in memory; counts include adapters."""
+    """Everything of a model except its weights in memory."""
 
     # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig
-    weights: str  # local folder that `load` reads
-    seed: int  # for weights that the folder lacks
+    weights: WeightSource
     seq_length: int  # tokens of a sequence: --seq_length, or its default for this model
-    # The weights, or rows of the embedding, are drawn from the seed for this run.
-    random: bool = False
-    new_rows: int = 0  # rows added to an embedding that was not random
     lora: Lora | None = None  # the configuration of its adapters
-    dtype: torch.dtype = torch.float32  # of the weights that `load` returns; adapters are in fp32
-    # `load` returns the weights of linear layers in 4 bits, on the rank's device.
-    load_in_4bit: bool = False
     # Original values of settings that the run has replaced; an exported model gets them back.
     own_settings: dict = field(default_factory=dict)
 
@@ -45,22 +95,48 @@ class ModelSpec:
         # The output layer computes the loss in chunks; see support/model/loss.py.
         self.chunked_loss = returns_plain_logits(self.config)
         model = self.on_meta_device()
-        head = model.get_output_embeddings()
-        # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
-        lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        # The output layer shares the weight of the input embedding.
-        self.tied = head is not None and head.weight in lookups
-        lookups -= {head.weight} if self.tied else set()
-        sizes = {weight: weight.numel() for weight in model.parameters()}
-        trained = {weight: size for weight, size in sizes.items() if weight.requires_grad}
+        self.tied = is_tied(model)  # the output layer shares the weight of the input embedding
+        self.counts = ParameterCounts.of(model)
         self._names = [name for name, _ in model.named_parameters()]
-        self.parameters, self.trainable = sum(sizes.values()), sum(trained.values())
-        self.largest_parameter = max(sizes.values())
-        # Those that take part in matrix multiplications.
-        self.matmul_parameters, self.trainable_matmul = (
-            sum(size for weight, size in counted.items() if weight not in lookups)
-            for counted in (sizes, trained)
-        )
+
+    @classmethod
+    def find(cls, settings: Settings, ctx: DistContext) -> ModelSpec:
+        """Resolve --model; a node downloads weights, or draws shared ones, once.
+
+        Raises:
+            UserError: the model cannot be found or downloaded, is no causal language model, has
+                less than --seq_length positions, or cannot isolate documents.
+        """
+        model_settings, data = settings.model, settings.data
+        name, seed, offline = model_settings.model, settings.training.seed, settings.hub.offline
+        adapters, strategy = model_settings.lora_r is not None, settings.parallelism.configured
+        resolve.be_quiet(settings.debug.verbose)
+        # Ranks share a file of random weights; shards and weights under adapters are read from it.
+        shared = ctx.real_world_size > 1 or not strategy.whole_parameters or adapters
+        found = resolve.find_folders(model_settings, data, offline, seed, shared, ctx)
+        config = read_config(found["weights"], name)
+        tokenizer = read_tokenizer(found["tokenizer"], name, data.chat_template)
+        for notice in found["notices"]:
+            console.warn(notice)
+        if found["own_head"]:
+            weights.untie(config)
+        own_settings = apply_flags(config, model_settings)
+        generation = read_generation_config(found["weights"], config)
+        with refused_as(weights.NOT_BUILT.format(f"--model {name}")):
+            length = choose_seq_length(data.seq_length, name, max_positions(config))
+            lora = Lora.of(model_settings, seed)
+            source = WeightSource(
+                found["weights"],
+                seed,
+                found["random"],
+                found["new_rows"],
+                weights.weights_dtype(strategy, adapters, ctx),
+                model_settings.load_in_4bit,
+            )
+            spec = cls(config, tokenizer, generation, source, length, lora, own_settings)
+        if data.isolates_documents:
+            check_isolation(config, tokenizer, name, data.packing)
+        return spec
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -70,33 +146,33 @@ class ModelSpec:
     def on_meta_device(self) -> nn.Module:
         """Build the model on the meta device: shapes without memory."""
         with torch.device("meta"):
-            model = weights.from_config(self.config, self.dtype)
+            model = weights.from_config(self.config, self.weights.dtype)
         return self._prepare(model)
 
     def load(self, ctx: DistContext, dtype: torch.dtype | str | None = None) -> nn.Module:
         """Load the model with its weights on the CPU.
 
         Args:
-            dtype: instead of `self.dtype`; "auto": memory-mapped from the file, not copied.
+            dtype: instead of `weights.dtype`; "auto": memory-mapped from the file, not copied.
         """
+        source = self.weights
         console.print0("⏳ Loading the weights")
-        torch.manual_seed(self.seed)
-        if self.random and not Path(self.weights, "model.safetensors").exists():
+        torch.manual_seed(source.seed)
+        if source.random and not Path(source.folder, "model.safetensors").exists():
             return self._prepare(weights.from_config(self.config))
-        in_4bit = ctx.device if self.load_in_4bit and dtype is None else None
-        model, info = weights.from_folder(self.weights, self.config, dtype or self.dtype, in_4bit)
-        weights.report_differences(self.weights, model, info)
+        in_4bit = ctx.device if source.in_4bit and dtype is None else None
+        model, info = weights.from_folder(
+            source.folder, self.config, dtype or source.dtype, in_4bit
+        )
+        weights.report_differences(source.folder, model, info)
         model = self._prepare(model)
         if [name for name, _ in model.named_parameters()] != self._names:
             raise TrainingError(
-                f"The model that transformers loaded from {self.weights} shares other weights than "
-                "its config.json describes: set tie_word_embeddings there to what the files hold."
+                f"The model that transformers loaded from {source.folder} shares other weights "
+                "than its config.json describes: set tie_word_embeddings there to what the files "
+                "hold."
             )
         return model
-
-    def remove_drawn_weights(self) -> None:
-        """Remove the folder of the weights if they were drawn for this run; call it once loaded."""
-        remove_temporary_folder(Path(self.weights))
 
     def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
         """Write everything of the model except its weights: configurations and tokenizer.

@@ -160,7 +160,8 @@ def assumed_rate(args: Options, work: Workload) -> Rate:
     if flops is None:
         raise UserError(f"--device {peak.title} has no {work.precision}: use --precision fp16.")
     # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
-    lookups = model.hidden * (model.positions + (0 if model.tied else model.vocabulary))
+    tables = model.embedding
+    lookups = model.hidden * (tables.positions + (0 if tables.tied else tables.vocabulary))
     matmul, trained = sum(work.sizes) - lookups, sum(work.trained) - (0 if work.lora else lookups)
     per_token = flops_per_token(matmul, trained, model.layers, model.hidden, work.seq_length)
     of_peak = f"of the {flops / 1e12:,.0f} TFLOP/s in {work.precision} ({peak.source})"

@@ -16,7 +16,7 @@ from support.errors import Preempted
 from support.files.json_types import JsonObject
 from support.model import export, push
 from support.model.generate import generate
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.report import results
 from support.report.run import Run
 from support.report.run_folder import RESULTS, RunFolder

@@ -17,7 +17,7 @@ from support.cluster.context import DistContext
 from support.errors import TrainingError, redact
 from support.gpu_generations import AMPERE
 from support.memory import measure
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.optimizers import OPTIMIZERS
 from support.report.run_plan import RunPlan
 from support.report.step_meter import StepMeter
@@ -119,7 +119,7 @@ def _share_of_peak(rate: float, ctx: DistContext, spec: ModelSpec) -> float | No
     peak = peak_flops(ctx.device, ctx.precision)
     if peak is None:
         return None
-    config, matmul = spec.text_config, (spec.matmul_parameters, spec.trainable_matmul)
+    config, matmul = spec.text_config, (spec.counts.matmul, spec.counts.trainable_matmul)
     shape = config.num_hidden_layers, config.hidden_size, spec.seq_length
     return rate * flops_per_token(*matmul, *shape) / peak
 

@@ -14,7 +14,7 @@ from support.memory.fit import Limits, check_is_planned, describe_remedies
 from support.memory.system import memory_limit
 from support.settings.settings import Settings
 from support.workload.architectures import Architecture, read_architecture
-from support.workload.workload import Workload, adapters
+from support.workload.workload import Device, Kernels, Workload, adapters
 
 
 def planned_work(
@@ -35,15 +35,11 @@ def planned_work(
         ctx.precision,
         chosen.gradient_checkpointing,
         training.gradient_accumulation_steps,
-        device=ctx.device.type,
+        device=Device(ctx.device.type, ctx.capability),
         rank=0 if ctx.simulated else None,
-        lora=adapters(model, chosen.lora_r, chosen.lora_targets),
-        fused_gelu=chosen.fused_gelu,
-        attention_mask=settings.data.isolates_documents,
+        lora=adapters(model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit),
+        kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
         optimizer=training.optim,
-        compiled=chosen.compile,
-        load_in_4bit=chosen.load_in_4bit,
-        capability=ctx.capability,
     )
 
 

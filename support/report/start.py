@@ -12,7 +12,7 @@ from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
 from support.memory.measure import MemoryByPhase
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.report.profiling import record_memory
 from support.report.run import Run
 from support.report.run_folder import RunFolder

@@ -12,7 +12,7 @@ from support import console
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.memory.measure import MemoryByPhase
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.report.run_folder import RunFolder
 from support.settings.training import TrainingSettings
 from support.units import human_count
@@ -34,7 +34,7 @@ class StartLog:
         """Print what is trained, and how."""
         verb = "Evaluating" if training.eval_only else "Fine-tuning"
         verb = "Simulating the memory of" if self.ctx.simulated else verb
-        base = spec.parameters - (spec.trainable if spec.lora else 0)
+        base = spec.counts.total - (spec.counts.trainable if spec.lora else 0)
         console.print0(
             f"{console.RULE}\n"
             f"🚀 {verb} {name} ({human_count(base)} parameters)\n"
@@ -56,12 +56,12 @@ class StartLog:
     def model_loaded(self, spec: ModelSpec) -> None:
         """Print and record the size of the model."""
         self.memory.note("model_loaded")
-        whole = spec.parameters
+        whole = spec.counts.total
         console.print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
             say_adapters(spec, self.exports_adapters)
         self.folder.record(
-            parameters=whole, trainable_parameters=spec.trainable, seq_length=spec.seq_length
+            parameters=whole, trainable_parameters=spec.counts.trainable, seq_length=spec.seq_length
         )
 
 
@@ -71,15 +71,15 @@ def say_adapters(spec: ModelSpec, exports_adapters: bool) -> None:
     Args:
         exports_adapters: the adapters are exported, without the frozen weights.
     """
-    trained = f"{spec.trainable:,} of {spec.parameters:,} parameters are trained"
-    console.print0(f"🔧 LoRA: {trained} ({spec.trainable / spec.parameters:.2%})")
-    rows = f"The {spec.new_rows} new rows of the embedding" if spec.new_rows else ""
+    trained = f"{spec.counts.trainable:,} of {spec.counts.total:,} parameters are trained"
+    console.print0(f"🔧 LoRA: {trained} ({spec.counts.trainable / spec.counts.total:.2%})")
+    rows = f"The {spec.weights.new_rows} new rows of the embedding" if spec.weights.new_rows else ""
     if rows:
         console.warn(
             f"{rows} are random, and LoRA freezes them: the new tokens are not learned. "
             "A run without --lora_r trains all weights."
         )
-    if spec.random and exports_adapters:
+    if spec.weights.random and exports_adapters:
         console.warn(
             f"{rows or 'The frozen weights'} are random, and the adapters, which do not "
             "contain them, cannot be used without them: --merge_lora exports both."

@@ -15,7 +15,7 @@ from support.cluster.comm_volume import Traffic
 from support.cluster.context import DistContext
 from support.loss_chunks import fits_in_graph
 from support.memory.measure import AFTER, MemoryByPhase, StepMemory
-from support.model.resolve import ModelSpec
+from support.model.spec import ModelSpec
 from support.report.results_types import PHASES
 from support.strategies.objects import TrainingObjects
 from support.train_state import TrainState

@@ -43,7 +43,7 @@ def activation_terms(work: Workload) -> list[Term]:
     if work.gradient_checkpointing:
         # With frozen embeddings transformers makes their output a leaf that requires a gradient. It
         # stays in memory, because position embeddings are added to it in a new tensor.
-        inputs = m.layers + (1 if adapters and m.positions else 0)
+        inputs = m.layers + (1 if adapters and m.embedding.positions else 0)
         size = inputs * work.tokens * stream * m.hidden
         terms.append(Term("activations: block inputs", size, held))
         terms.append(Term("activations: one block", sum(of_block.values()), (BACKWARD,)))
@@ -71,7 +71,7 @@ def activation_terms(work: Workload) -> list[Term]:
     if work.precision == "fp16":  # backward computes the logits again from the loss's input
         final_norm += stream
     terms.append(Term("activations: final norm", work.tokens * final_norm * m.hidden, held))
-    if work.attention_mask:
+    if work.kernels.attention_mask:
         terms.append(Term("attention mask", work.tokens * work.seq_length, held))  # bools
     return terms
 
@@ -89,8 +89,8 @@ def saved_by_block(work: Workload) -> dict[str, int]:
         for names in (FIRST_OF_ATTENTION, FIRST_OF_MLP)
     ]
     # Query, key, value and output; the kernel's log-sum-exp in fp32.
-    attention = c * (2 * m.query + 2 * work.stored_keys) + 4 * m.heads
-    if work.attention_mask:  # SDPA converts the mask of bools to numbers, and saves these
+    attention = c * (2 * m.attention.query + 2 * work.stored_keys) + 4 * m.attention.heads
+    if work.kernels.attention_mask:  # SDPA converts the mask of bools to numbers, and saves these
         attention += c * work.seq_length
     if m.family == "llama":
         # RMSNorm computes in fp32: its fp32 input, the normalized input, and its output (under
@@ -98,8 +98,8 @@ def saved_by_block(work: Workload) -> dict[str, int]:
         normalized = 0 if frozen else work.stream
         outputs = sum(readers) if work.casts_weights else sum(map(bool, readers))
         norms = 2 * (4 + normalized) * h + c * h * outputs
-        if m.qk_norm:
-            norms += (4 + (0 if frozen else c)) * (m.query + m.key)
+        if m.attention.qk_norm:
+            norms += (4 + (0 if frozen else c)) * (m.attention.query + m.attention.key)
     else:
         inputs = 1 if m.parallel else 2  # parallel attention and MLP have the same input
         norms = work.layer_norm * h * inputs + c * h * sum(map(bool, readers))
@@ -122,31 +122,31 @@ def _saved_by_mlp(work: Workload) -> int:
     m, c = work.model, work.item
     product = c if work.saves(list(m.linear_layers())[-1]) else 0
     if m.family == "llama":
-        return (3 * c + product) * m.intermediate
+        return (3 * c + product) * m.mlp.intermediate
     in_activation = 0
     # transformers computes GPT-2's gelu_new in eight operations. On CUDA, autocast computes powers
     # in fp32, and so are the operations that follow.
-    if m.activation == "gelu_new" and not work.fused_gelu:
-        in_fp32 = work.autocast and work.device == "cuda"
+    if m.mlp.activation == "gelu_new" and not work.kernels.fused_gelu:
+        in_fp32 = work.autocast and work.device.type == "cuda"
         in_activation = 3 * 4 + c if in_fp32 else 3 * c
-    return (c + product + in_activation) * m.intermediate
+    return (c + product + in_activation) * m.mlp.intermediate
 
 
 def loss_terms(work: Workload) -> list[Term]:
     """Return what model/loss.py, which computes in chunks, adds to the activations."""
-    m, c = work.model, work.item
-    chunks = number_of_chunks(work.tokens, m.vocabulary, work.device)
+    m, c, vocabulary = work.model, work.item, work.model.embedding.vocabulary
+    chunks = number_of_chunks(work.tokens, vocabulary, work.device.type)
     # Of one chunk: the logits, a copy in fp32 and the logarithms of the probabilities.
-    chunk = -(-work.tokens // chunks) * m.vocabulary * (8 if c == 4 else c + 8)
-    weight, inputs = m.vocabulary * m.hidden, work.tokens * m.hidden
+    chunk = -(-work.tokens // chunks) * vocabulary * (8 if c == 4 else c + 8)
+    weight, inputs = vocabulary * m.hidden, work.tokens * m.hidden
     # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
     of_weight = 0 if work.lora else weight * (4 if c == 4 else 4 + c)
     copies = c * (weight + inputs) if work.casts_weights else 0
     if work.loss_in_graph:
-        logits, head = c * work.tokens * m.vocabulary, gradients_of_head(work)
+        logits, head = c * work.tokens * vocabulary, gradients_of_head(work)
         # On a CPU the logits' gradient replaces them. On a GPU it is a second tensor, next to the
         # 16-bit gradient of the input (measured, docs/PLAN.md); the head's gradients come later.
-        second = logits + c * inputs if work.device == "cuda" else 0
+        second = logits + c * inputs if work.device.type == "cuda" else 0
         return [
             Term("loss: logits", logits, (LOSS, BACKWARD)),
             Term("loss: 16-bit copies", copies, (LOSS, BACKWARD)),
@@ -165,12 +165,12 @@ def loss_terms(work: Workload) -> list[Term]:
 def kept_by_loss(work: Workload) -> int:
     """Return the bytes that the loss keeps from forward until backward."""
     if work.loss_in_graph:
-        return work.item * work.tokens * work.model.vocabulary
+        return work.item * work.tokens * work.model.embedding.vocabulary
     # In fp16 backward computes the gradients.
     return 0 if work.precision == "fp16" else gradients_of_head(work)
 
 
 def gradients_of_head(work: Workload) -> int:
     """Return the bytes of the gradients of the head: of its input, and of its weight if trained."""
-    rows = work.tokens + (0 if work.lora else work.model.vocabulary)
+    rows = work.tokens + (0 if work.lora else work.model.embedding.vocabulary)
     return work.stream * work.model.hidden * rows

@@ -70,30 +70,16 @@ class Linear(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """Dimensions of a decoder-only transformer that determine memory."""
+class Attention:
+    """Dimensions of the attention of a transformer block."""
 
-    family: str  # "gpt2", "gpt_neox" or "llama" (also for Mistral and Qwen)
-    # As in config.json.
-    layers: int
-    hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    vocabulary: int
-    positions: int  # rows of a learned position embedding; 0 for rotary positions
-    limit: int | None  # the longest sequence; None if the configuration does not state it
-    tied: bool  # the output layer shares the weight of the input embedding
-    activation: str  # of the MLP, by transformers' name
-    # Of Llama and GPT-NeoX: biases on query, key and value; on attention's output; in the MLP.
+    # Of Llama and GPT-NeoX: biases on query, key and value; on the output.
     qkv_bias: bool = False
     out_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False  # a norm on query and key
-    parallel: bool = False  # attention and MLP have the same input
-    # Tied by config.json alone: the weights on the hub may have another output layer.
-    unconfirmed: bool = False
 
     @property
     def query(self) -> int:
@@ -104,23 +90,63 @@ class Architecture:
     def key(self) -> int:
         return self.kv_heads * self.head_dim
 
+
+@dataclass(frozen=True)
+class MLP:
+    """Dimensions of the MLP of a transformer block."""
+
+    intermediate: int
+    activation: str  # by transformers' name
+    bias: bool = False  # of Llama
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Tables outside of the blocks: of tokens, learned positions and an output layer."""
+
+    vocabulary: int
+    positions: int  # rows of a learned position embedding; 0 for rotary positions
+    tied: bool  # the output layer shares the weight of the input embedding
+    # Tied by config.json alone: the weights on the hub may have another output layer.
+    unconfirmed: bool = False
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the token embedding, of learned positions, and of an untied output layer."""
+        positions = [self.positions] if self.positions else []
+        return [self.vocabulary, *positions, *([] if self.tied else [self.vocabulary])]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Dimensions of a decoder-only transformer that determine memory."""
+
+    family: str  # "gpt2", "gpt_neox" or "llama" (also for Mistral and Qwen)
+    layers: int
+    hidden: int
+    limit: int | None  # the longest sequence; None if the configuration does not state it
+    attention: Attention
+    mlp: MLP
+    embedding: Embedding
+    parallel: bool = False  # attention and MLP have the same input
+
     def linear_layers(self) -> dict[str, Linear]:
         """Return the linear layers of a block, in the model's order, by the ends of their names."""
-        h, f, q, k = self.hidden, self.intermediate, self.query, self.key
+        a, h, f = self.attention, self.hidden, self.mlp.intermediate
         if self.family == "llama":
             return {
-                "self_attn.q_proj": Linear(h, q, self.qkv_bias),
-                "self_attn.k_proj": Linear(h, k, self.qkv_bias),
-                "self_attn.v_proj": Linear(h, k, self.qkv_bias),
-                "self_attn.o_proj": Linear(q, h, self.out_bias),
-                "mlp.gate_proj": Linear(h, f, self.mlp_bias),
-                "mlp.up_proj": Linear(h, f, self.mlp_bias),
-                "mlp.down_proj": Linear(f, h, self.mlp_bias),
+                "self_attn.q_proj": Linear(h, a.query, a.qkv_bias),
+                "self_attn.k_proj": Linear(h, a.key, a.qkv_bias),
+                "self_attn.v_proj": Linear(h, a.key, a.qkv_bias),
+                "self_attn.o_proj": Linear(a.query, h, a.out_bias),
+                "mlp.gate_proj": Linear(h, f, self.mlp.bias),
+                "mlp.up_proj": Linear(h, f, self.mlp.bias),
+                "mlp.down_proj": Linear(f, h, self.mlp.bias),
             }
         names, bias = "attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj", True
         if self.family == "gpt_neox":
             names = "attention.query_key_value attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h"
-            bias = self.qkv_bias
+            bias = a.qkv_bias
         layers = Linear(h, 3 * h, bias), Linear(h, h, bias), Linear(h, f, True), Linear(f, h, True)
         return dict(zip(names.split(), layers, strict=True))
 
@@ -144,26 +170,21 @@ class Architecture:
             return [*self.norm, *attention, *self.norm, *mlp]
         if self.family == "gpt_neox":
             return [*self.norm, *self.norm, *attention, *mlp]
-        head_norms = [self.head_dim, self.head_dim] if self.qk_norm else []
+        of_head = self.attention.head_dim
+        head_norms = [of_head, of_head] if self.attention.qk_norm else []
         return [*attention, *head_norms, *mlp, *self.norm, *self.norm]
-
-    @property
-    def tables(self) -> list[int]:
-        """Rows of the token embedding, of learned positions, and of an untied output layer."""
-        positions = [self.positions] if self.positions else []
-        return [self.vocabulary, *positions, *([] if self.tied else [self.vocabulary])]
 
     def parameters(self) -> list[int]:
         """Return the elements of each parameter, in the model's order."""
-        tables = [rows * self.hidden for rows in self.tables]
-        head = [] if self.tied else [tables.pop()]
+        tables = [rows * self.hidden for rows in self.embedding.rows]
+        head = [] if self.embedding.tied else [tables.pop()]
         return [*tables, *self.layers * self.block(), *self.norm, *head]
 
     def factored(self) -> int:
         """Return the elements of Adafactor's states: of a matrix its rows and columns."""
         vectors = sum(self.block()) - sum(self.matrices)
         linear = sum(layer.inputs + layer.outputs for layer in self.linear_layers().values())
-        tables = sum(rows + self.hidden for rows in self.tables)
+        tables = sum(rows + self.hidden for rows in self.embedding.rows)
         return self.layers * (linear + vectors) + tables + sum(self.norm)
 
     @property
@@ -173,7 +194,7 @@ class Architecture:
 
     def is_matrix(self, numel: int) -> bool:
         """Return whether a parameter of this size is a matrix (weight decay), no bias or norm."""
-        return numel > max(3 * self.hidden, self.intermediate, self.query)
+        return numel > max(3 * self.hidden, self.mlp.intermediate, self.attention.query)
 
 
 def read_architecture(config: dict, path: str) -> Architecture:
@@ -182,13 +203,8 @@ def read_architecture(config: dict, path: str) -> Architecture:
     Raises:
         UserError: the family is not supported, or a size is missing or invalid.
     """
-    family = str(config.get("model_type"))
-    if family not in DEFAULTS:
-        problem = f"the memory estimate does not support model_type {family}"
-        raise UserError(f"--model {path}: {problem}, only {', '.join(DEFAULTS)}.")
+    family, value = _with_defaults(config, path)
     gpt2 = family == "gpt2"
-    given = {GPT2_KEYS.get(key, key): value for key, value in config.items() if value is not None}
-    value = DEFAULTS[family] | given
 
     def size(name: str, default: int | None = None) -> int:
         found = value.get(name, default)
@@ -199,25 +215,45 @@ def read_architecture(config: dict, path: str) -> Architecture:
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     biases = bool(value.get("attention_bias", False))
     limit = size("max_position_embeddings") if "max_position_embeddings" in value else None
-    return Architecture(
-        family=family if family in ("gpt2", "gpt_neox") else "llama",
-        layers=size("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
+    layers = size("num_hidden_layers")
+    attention = Attention(
+        heads,
         kv_heads=heads if gpt2 else size("num_key_value_heads", heads),
         head_dim=hidden // heads if gpt2 else size("head_dim", hidden // heads),
-        intermediate=size("intermediate_size", 4 * hidden if gpt2 else None),
-        vocabulary=size("vocab_size"),
-        positions=(limit or 0) if gpt2 else 0,
-        limit=limit,
-        tied=bool(value.get("tie_word_embeddings", False)),
-        activation=value.get("hidden_act", "silu"),
         qkv_bias=family == "qwen2" or biases,
         out_bias=family != "qwen2" and biases,
-        mlp_bias=bool(value.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
+    )
+    mlp = MLP(
+        size("intermediate_size", 4 * hidden if gpt2 else None),
+        activation=value.get("hidden_act", "silu"),
+        bias=bool(value.get("mlp_bias", False)),
+    )
+    embedding = Embedding(
+        size("vocab_size"),
+        positions=(limit or 0) if gpt2 else 0,
+        tied=bool(value.get("tie_word_embeddings", False)),
+    )
+    return Architecture(
+        family=family if family in ("gpt2", "gpt_neox") else "llama",
+        layers=layers,
+        hidden=hidden,
+        limit=limit,
+        attention=attention,
+        mlp=mlp,
+        embedding=embedding,
         parallel=bool(value.get("use_parallel_residual", False)),
     )
+
+
+def _with_defaults(config: dict, path: str) -> tuple[str, JsonObject]:
+    """Return the family of a config.json, and its values by the names that all families share."""
+    family = str(config.get("model_type"))
+    if family not in DEFAULTS:
+        problem = f"the memory estimate does not support model_type {family}"
+        raise UserError(f"--model {path}: {problem}, only {', '.join(DEFAULTS)}.")
+    given = {GPT2_KEYS.get(key, key): value for key, value in config.items() if value is not None}
+    return family, DEFAULTS[family] | given
 
 
 def name_on_hub(model: str) -> str:

@@ -19,6 +19,8 @@ class Adapters:
 
     r: int
     layers: tuple[str, ...]  # the layers, as in Architecture.linear_layers
+    # --load_in_4bit: the frozen weights of the blocks' linear layers are in 4 bits (NF4).
+    frozen_in_4bit: bool = False
 
     def of_block(self, model: Architecture) -> list[int]:
         """Return the elements of A and B of each adapted layer of a transformer block."""
@@ -41,15 +43,20 @@ def is_target(layer: str, name: str) -> bool:
     return f".{layer}".endswith(f".{name}")
 
 
-def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapters | None:
+def adapters(
+    model: Architecture, r: int | None, targets: str | None, in_4bit: bool = False
+) -> Adapters | None:
     """Return the adapters that --lora_r and --lora_targets request; None without --lora_r.
+
+    Args:
+        in_4bit: --load_in_4bit.
 
     Raises:
         UserError: a target is not one of the linear layers of a transformer block.
     """
     layers = tuple(model.linear_layers())
     if r is None or targets == ALL_LINEAR:
-        return Adapters(r, layers) if r else None
+        return Adapters(r, layers, in_4bit) if r else None
     adapted = set()
     for name in target_names(targets or USUAL_TARGETS[model.family]):
         matches = {layer for layer in layers if is_target(layer, name)}
@@ -59,7 +66,24 @@ def adapters(model: Architecture, r: int | None, targets: str | None) -> Adapter
                 f"and {ALL_LINEAR}."
             )
         adapted |= matches
-    return Adapters(r, tuple(layer for layer in layers if layer in adapted))
+    return Adapters(r, tuple(layer for layer in layers if layer in adapted), in_4bit)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of a rank."""
+
+    type: str = "cuda"  # or "cpu", where the rules of autocast differ
+    capability: tuple[int, int] = HOPPER  # compute capability of the GPU
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels that compute blocks and loss: they save different tensors for backward."""
+
+    fused_gelu: bool = True  # one kernel computes GPT-2's activation
+    attention_mask: bool = False  # attention by SDPA with a mask, as for isolated documents
+    compiled: bool = False  # with torch.compile
 
 
 @dataclass(frozen=True)
@@ -73,15 +97,11 @@ class Workload:
     precision: str = "bf16"  # "fp32", "bf16" or "fp16"
     gradient_checkpointing: bool = False
     accumulation: int = 1  # micro-batches per optimizer step
-    device: str = "cuda"  # or "cpu", where the rules of autocast differ
+    device: Device = Device()
     rank: int | None = None  # the rank to estimate; None: the one that needs the most memory
     lora: Adapters | None = None  # adapters on frozen weights; None: all parameters are trained
-    fused_gelu: bool = True  # one kernel computes GPT-2's activation
-    attention_mask: bool = False  # attention by SDPA with a mask, as for isolated documents
+    kernels: Kernels = Kernels()
     optimizer: str = "adamw"  # one of OPTIMIZERS
-    compiled: bool = False  # with torch.compile
-    load_in_4bit: bool = False  # the frozen weights of the linear layers are in 4 bits (NF4)
-    capability: tuple[int, int] = HOPPER  # compute capability of the GPU
     # What the strategy determines, see Strategy: autocast chooses the dtypes of this precision; and
     # torch.nn.Linear is replaced by a version that always saves its input.
     autocast: bool = False
@@ -111,15 +131,20 @@ class Workload:
         Four bits an element, a scale of 8 bits for each 64, and for each 256 of these one in fp32
         (double quantization, Dettmers et al., arXiv 2305.14314); two tables of a weight's values.
         """
-        weights = self.model.matrices if self.load_in_4bit else []
+        weights = self.model.matrices if self.in_4bit else []
         in_block = sum(n // 2 + n // 64 + 4 * -(-n // (64 * 256)) + 4 * (16 + 256) for n in weights)
         others = sum(self.frozen) - self.model.layers * sum(weights)
         return self.model.layers * in_block + self.item * others
 
     @property
+    def in_4bit(self) -> bool:
+        """Whether the frozen weights of the blocks' linear layers are in 4 bits."""
+        return self.lora is not None and self.lora.frozen_in_4bit
+
+    @property
     def dequantized(self) -> int:
         """Bytes of the largest weight that is converted from 4 bits while it is used."""
-        return self.item * max(self.model.matrices) if self.load_in_4bit else 0
+        return self.item * max(self.model.matrices) if self.in_4bit else 0
 
     def optimizer_states(self, sizes: list[int]) -> int:
         """Return the bytes of the optimizer's states, without the fp32 weights.
@@ -141,7 +166,8 @@ class Workload:
     @property
     def loss_in_graph(self) -> bool:
         """Whether all logits are computed at once, in the graph of the compiled output layer."""
-        return self.compiled and fits_in_graph(self.tokens, self.model.vocabulary, self.device)
+        vocabulary = self.model.embedding.vocabulary
+        return self.kernels.compiled and fits_in_graph(self.tokens, vocabulary, self.device.type)
 
     @property
     def stored_keys(self) -> int:
@@ -151,8 +177,9 @@ class Workload:
         with a mask (integrations/sdpa_attention.py, use_gqa_in_sdpa), by support/patches.py for a
         kernel that needs it.
         """
-        shared = shares_keys(self.device, self.precision, self.capability)
-        return self.model.key if shared and not self.attention_mask else self.model.query
+        device, attention = self.device, self.model.attention
+        shared = shares_keys(device.type, self.precision, device.capability)
+        return attention.key if shared and not self.kernels.attention_mask else attention.query
 
     @property
     def item(self) -> int:
@@ -172,7 +199,7 @@ class Workload:
     @property
     def layer_norm(self) -> int:
         """Bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
-        return 4 if self.autocast and self.device == "cuda" else self.stream
+        return 4 if self.autocast and self.device.type == "cuda" else self.stream
 
     @property
     def optimizer_temporaries(self) -> int:
@@ -182,7 +209,7 @@ class Workload:
         """
         if self.optimizer == "adafactor":
             return 8
-        return 20 if self.optimizer == "adamw_8bit" and self.device == "cpu" else 0
+        return 20 if self.optimizer == "adamw_8bit" and self.device.type == "cpu" else 0
 
     def saves(self, layer: str) -> bool:
         """Return whether autograd saves a linear layer's input, for its weights' gradient.

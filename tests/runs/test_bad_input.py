@@ -17,7 +17,7 @@ from one_rank import one_rank
 
 from support.cli.parse import parse_arguments
 from support.errors import UserError
-from support.model.resolve import find_model
+from support.model.spec import ModelSpec
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_the_damaged_file_of_a_model_is_named(llama, tmp_path, damage, names):
     folder = shutil.copytree(llama, tmp_path / "model")
     damage(folder)
     with one_rank() as ctx, pytest.raises(UserError, match=names) as refused:
-        find_model(parse_arguments(["--model", str(folder)]), ctx).load(ctx)
+        ModelSpec.find(parse_arguments(["--model", str(folder)]), ctx).load(ctx)
     assert refused.value.exit_code == 2
 
 

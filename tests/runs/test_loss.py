@@ -11,7 +11,7 @@ from operations import Operations
 from torch import nn
 
 from real_model_example import next_token_loss
-from support import patches, units
+from support import loss_chunks, patches
 from support.data.batches import IGNORED
 from support.model import loss, weights
 
@@ -32,7 +32,7 @@ def setting(monkeypatch):
     """Ten tokens at a time; and no check of the positions, which on the meta device have no values."""
     patches.replace_packed_sequence_check(isolate=False)
     patches.skip_padding_check()
-    monkeypatch.setitem(units.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
+    monkeypatch.setitem(loss_chunks.LOGITS_CHUNK, "cpu", 10 * VOCABULARY)
 
 
 def output_layer(dtype, bias=False) -> nn.Linear:

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from real_model_example import learning_rate
 from support.cli.parse import parse_arguments
-from support.model.resolve import find_model, transformer_blocks
+from support.model.prepare import transformer_blocks
+from support.model.spec import ModelSpec
 
 WORK = "--seq_length 64 --num_samples 12 --batch_size 2 --precision fp32 --dropout 0".split()
 WORK.append("--no_eval")
@@ -88,7 +89,7 @@ def test_blocks_are_found_in_sharded_models(small_gpt2):
 def test_dropout_reaches_the_model(llama, probability):
     with one_rank() as ctx:
         settings = parse_arguments(["--model", str(llama), "--dropout", str(probability)])
-        model = find_model(settings, ctx).load(ctx).train()
+        model = ModelSpec.find(settings, ctx).load(ctx).train()
     first, second = (model(input_ids=torch.arange(9)[None]).logits for _ in range(2))
     assert torch.equal(first, second) == (probability == 0)
 
@@ -98,7 +99,9 @@ def test_fused_gelu_computes_the_function_of_the_model(small_gpt2):
     with one_rank() as ctx:
         for flag in ("--fused_gelu", "--no_fused_gelu"):
             settings = parse_arguments(["--model", str(small_gpt2), "--from_scratch", flag])
-            logits.append(find_model(settings, ctx).load(ctx).eval()(torch.arange(9)[None]).logits)
+            logits.append(
+                ModelSpec.find(settings, ctx).load(ctx).eval()(torch.arange(9)[None]).logits
+            )
     assert torch.allclose(*logits, atol=1e-5) and not torch.equal(*logits)
 
 
@@ -175,7 +178,7 @@ def test_files_decide_whether_the_output_layer_is_the_embedding(
             tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
         torch.save(tensors, folder / "pytorch_model.bin")
     with one_rank() as ctx:
-        spec = find_model(parse_arguments(["--model", str(folder)]), ctx)
+        spec = ModelSpec.find(parse_arguments(["--model", str(folder)]), ctx)
         model = spec.load(ctx)
     assert spec.tied is not differs
     weights = model.transformer.wte.weight, model.lm_head.weight

@@ -6,7 +6,6 @@ None of this shows that a GPU does what is asked for; benchmarks/gpu_check.sh do
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -24,12 +23,12 @@ from support.cluster.process_group import Arrival, RankDevice, compare_devices
 from support.cluster.tuning import choose_device, choose_hardware, choose_precision
 from support.data.batches import copy_ahead
 from support.errors import MissingRequirement, UserError
-from support.model.resolve import configure_transformers
+from support.model.prepare import configure_transformers
 from support.report.results_types import PHASES
 from support.report.start_log import say_settings
 from support.report.step_meter import StepMeter
 from support.workload.architectures import read_architecture
-from support.workload.workload import Workload
+from support.workload.workload import Device, Kernels, Workload
 
 GPU = torch.device("cuda", 0)
 ALONE = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500)
@@ -382,9 +381,9 @@ def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
     ctx.precision = precision
     configure_transformers(False, ctx)
     model = read_architecture(QWEN, "qwen")
-    work = Workload(model, 1, precision=precision, device=device)
-    work = replace(work, capability=ctx.capability, attention_mask=masked)
-    assert heads_of_saved_keys(masked) * model.head_dim == work.stored_keys
+    kernels, where = Kernels(attention_mask=masked), Device(device, ctx.capability)
+    work = Workload(model, 1, precision=precision, device=where, kernels=kernels)
+    assert heads_of_saved_keys(masked) * model.attention.head_dim == work.stored_keys
 
 
 def test_filters_of_warnings_that_the_user_has_chosen_are_kept(monkeypatch):

@@ -14,14 +14,9 @@ from support import PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
-    *(["startup"], ["commands"], ["report"], ["checkpoints"], ["model"], ["data"]),
-    *(
-        ["cluster", "memory", "other_optimizers"],
-        ["cli"],
-        ["settings"],
-        ["strategies"],
-        ["workload"],
-    ),
+    *(["startup"], ["commands", "planner"], ["report"], ["checkpoints"], ["model"], ["data"]),
+    *(["cluster", "memory", "other_optimizers"], ["cli"], ["settings"], ["strategies"]),
+    ["workload"],
     *(["files", "programs"], ["process"], ["errors"]),
     ["console", "entry_points", "known_models", "optimizers", "patches", "text_tables"],
     ["gpu_generations", "loss_chunks", "train_state", "units"],

@@ -14,7 +14,7 @@ from support.memory.find_architecture import find_architecture
 from support.memory.fit import Limits, check_is_planned, fitting_split, recommend, remedies
 from support.memory.measure import over_ranks
 from support.units import GB, KB, MB
-from support.workload.workload import Workload, adapters
+from support.workload.workload import Device, Kernels, Workload, adapters
 
 # GPT-2's elements: in matrices, in the rest (DeepSpeed flattens them apart), in the largest matrix.
 MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376
@@ -33,15 +33,15 @@ def test_options_of_fsdp_are_not_estimated():
 def test_cuda_locks_host_memory_in_powers_of_two():
     on_cpu = 18 * (MATRICES + REST) + 2 * LARGEST
     for device, expected in (("cpu", on_cpu), ("cuda", LOCKED_BY_OFFLOAD)):
-        work = Workload(find_architecture("gpt2"), 1, 4, 512, device=device)
+        work = Workload(find_architecture("gpt2"), 1, 4, 512, device=Device(device))
         assert predict(work, "offload").host == expected
 
 
 def test_memory_that_only_a_gpu_needs():
     """cuBLAS's workspaces of two threads; the fp64 copy of the largest gradient under offload."""
     for capability, workspace in (((8, 0), 8 * MB + 128 * KB), ((9, 0), 32 * MB)):
-        work = Workload(find_architecture("gpt2"), 4, 4, 512, capability=capability)
-        need, on_cpu = predict(work, "dp"), predict(replace(work, device="cpu"), "dp")
+        work = Workload(find_architecture("gpt2"), 4, 4, 512, device=Device("cuda", capability))
+        need, on_cpu = predict(work, "dp"), predict(replace(work, device=Device("cpu")), "dp")
         terms = {term.name: term.size for term in need.terms}
         assert terms["cuBLAS workspaces"] == 2 * workspace
         assert "cuBLAS workspaces" not in {term.name for term in on_cpu.terms}
@@ -82,21 +82,21 @@ def test_checkpointing_is_recommended_before_offloading():
     assert need.strategy == "dp"
     assert changed == replace(work, gradient_checkpointing=True)
     # In 4 bits the weights are a quarter, and a smaller GPU is enough.
-    packed = replace(work, load_in_4bit=True)
+    packed = replace(work, lora=replace(work.lora, frozen_in_4bit=True))
     assert recommend(work, Limits(8 << 30))[0].strategy == "infinity"
     assert recommend(packed, Limits(8 << 30))[0].strategy == "dp"
 
 
 def test_compiled_logits_are_computed_at_once_below_2_31_on_a_gpu():
-    work = Workload(find_architecture("gpt2"), 1, 41, 1024, compiled=True)
-    assert work.loss_in_graph and not replace(work, device="cpu").loss_in_graph
+    work = Workload(find_architecture("gpt2"), 1, 41, 1024, kernels=Kernels(compiled=True))
+    assert work.loss_in_graph and not replace(work, device=Device("cpu")).loss_in_graph
     assert not replace(work, batch_size=42).loss_in_graph
 
 
 @pytest.mark.parametrize("batch_size, measured", [(32, 18_897_529_856), (4, 3_944_737_792)])
 def test_compiled_peak_is_that_of_an_h200(batch_size, measured):
     """Measured with benchmarks/gpu_check.sh, see benchmarks/RESULTS.md."""
-    work = Workload(find_architecture("gpt2"), 1, batch_size, 1024, compiled=True)
+    work = Workload(find_architecture("gpt2"), 1, batch_size, 1024, kernels=Kernels(compiled=True))
     assert predict(work, "dp").peak == pytest.approx(measured, rel=0.04)
 
 

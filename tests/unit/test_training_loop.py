@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import real_model_example as program
 from support.cli.parse import parse_arguments
 from support.data.batches import StepBatch, train_state
-from support.model.resolve import copy_to_device
+from support.model.prepare import copy_to_device
 from support.strategies.gradients import gradient_norm
 from support.strategies.objects import TrainingObjects
 from support.strategies.table import STRATEGIES

@@ -12,7 +12,7 @@ def terms_of_ddp(work: Workload) -> tuple[list[Term], int]:
     persistent = several or work.accumulation > 1
     # Each use of a tied embedding has its own gradient, and their sum is a third tensor. Without
     # buckets the sum becomes the gradient.
-    uses = 2 + persistent if work.model.tied and not work.lora else 1
+    uses = 2 + persistent if work.model.embedding.tied and not work.lora else 1
     # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
     # views of the buckets.
     accumulated = 4 * trained if several and work.accumulation > 1 else 0

@@ -20,7 +20,7 @@ def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[T
     # Two buckets if reductions overlap with computation (overlap_comm).
     buckets = 2 if offload or work.world_size > 1 else 1
     bucket = c * bucket_sizes(m.hidden, sum(work.sizes), False)["reduce_bucket_size"]
-    uses = (3 if m.tied else 2) + (c == 4)  # as in ddp/memory.py, and copies
+    uses = (3 if m.embedding.tied else 2) + (c == 4)  # as in ddp/memory.py, and copies
     # Stage 1 keeps all gradients until those of the last micro-batch are reduced.
     whole = c * trained - gradients if accumulates and stage == 1 else 0
     terms = [
@@ -72,7 +72,7 @@ def _page_locked(work: Workload, sizes: list[int]) -> int:
     With CUDA, PyTorch rounds each of them up to a power of two and returns no memory to the system
     (ATen/core/CachingHostAllocator.h, allocate). On a CPU nothing is page-locked.
     """
-    if work.device != "cuda":
+    if work.device.type != "cuda":
         return sum(sizes)
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
@@ -93,7 +93,7 @@ def terms_of_stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     masters_and_states = 4 * trained + work.optimizer_states([trained])
     gathers = n > 1 or swaps
     gathered = c * (largest + min(2 * bucket, total - largest)) if gathers else 0
-    uses = 2 if work.model.tied else 1
+    uses = 2 if work.model.embedding.tied else 1
     terms = [
         Term("parameters", c * (kept + whole), STEP),
         Term("communication buffers", c * bucket, STEP),

@@ -81,9 +81,9 @@ class DeepSpeed(Strategy):
     @property
     def nvme_folder(self) -> str | None:
         """See the base class; of a complete configuration."""
-        from support.strategies.deepspeed.options import nvme_folder
+        from support.strategies.deepspeed import options
 
-        return nvme_folder(self.config)
+        return options.nvme_folder(self.config)
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """See the base class."""
@@ -92,9 +92,9 @@ class DeepSpeed(Strategy):
 
     def resolve(self, flags: Flags) -> Resolved:
         """See the base class."""
-        from support.strategies.deepspeed.options import read_and_merge
+        from support.strategies.deepspeed import options
 
-        merged = read_and_merge(flags, self.config_file)
+        merged = options.read_and_merge(flags, self.config_file)
         optimizer_on, parameters_on = merged.places()
         strategy = replace(
             self,
@@ -115,36 +115,36 @@ class DeepSpeed(Strategy):
 
     def check_options(self, verbose: bool) -> None:
         """See the base class."""
-        from support.strategies.deepspeed.options import check_with_deepspeed
+        from support.strategies.deepspeed import options
 
         if self.own_file and self.config:
-            check_with_deepspeed(self.own_file, self.config, verbose)
+            options.check_with_deepspeed(self.own_file, self.config, verbose)
 
     def check_requirements(self, accumulation: int) -> None:
         """See the base class."""
-        from support.strategies.deepspeed.requirements import check_requirements
+        from support.strategies.deepspeed import requirements
 
-        check_requirements(self.stage, self.offloads, self.needed_ops(), accumulation)
+        requirements.check_requirements(self.stage, self.offloads, self.needed_ops(), accumulation)
 
     def needed_ops(self) -> list[str]:
         """See the base class."""
-        from support.strategies.deepspeed.ops import needed_ops
+        from support.strategies.deepspeed import ops
 
-        return needed_ops(self.offloads, self.needs_nvme)
+        return ops.needed_ops(self.offloads, self.needs_nvme)
 
     def missing_ops(self) -> list[str]:
         """See the base class."""
-        from support.strategies.deepspeed.ops import is_compiled
+        from support.strategies.deepspeed import ops
 
-        return [op for op in self.needed_ops() if not is_compiled(op)]
+        return [op for op in self.needed_ops() if not ops.is_compiled(op)]
 
     def group_options(self, device: torch.device, world_size: int) -> dict[str, Any]:
         """See the base class."""
-        from support.strategies.deepspeed.requirements import torch_binds_groups
+        from support.strategies.deepspeed import requirements
 
         # DeepSpeed clones the group of all ranks. NCCL then splits its communicator instead of
         # creating another one, if the group is bound to a device.
-        if world_size > 1 and torch_binds_groups():
+        if world_size > 1 and requirements.torch_binds_groups():
             return {"backend": "nccl", "device_id": device}
         return super().group_options(device, world_size)
 
@@ -162,15 +162,15 @@ class DeepSpeed(Strategy):
 
     def live_states(self, model: nn.Module, optimizer: Any) -> LiveStates:
         """See the base class."""
-        from support.strategies.deepspeed.live_states import zero_states
+        from support.strategies.deepspeed import live_states
 
-        return zero_states(model, optimizer)
+        return live_states.zero_states(model, optimizer)
 
     def gathered_bytes(self, model: nn.Module) -> int:
         """See the base class."""
-        from support.strategies.deepspeed.live_states import gathered_bytes
+        from support.strategies.deepspeed import live_states
 
-        return gathered_bytes(model)
+        return live_states.gathered_bytes(model)
 
     def free_gathered(self, model: nn.Module) -> None:
         """See the base class.

@@ -16,7 +16,8 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
     # The gradient of the parameters outside of blocks is whole at the end of backward (three
     # tensors for a tied embedding, see ddp/memory.py). In 16 bit so is its fp32 copy, for the
     # reduction.
-    whole = 0 if lora else max(3 * c if m.tied else 0, c + (4 if c < 4 else 0)) * outside
+    of_tied = 3 * c if m.embedding.tied else 0
+    whole = 0 if lora else max(of_tied, c + (4 if c < 4 else 0)) * outside
     reduced = trained if lora else trained - outside // n
     # Gradients are not sharded until the last micro-batch.
     accumulated = 4 * sum(work.trained) if work.accumulation > 1 else 0
