@@ -25,7 +25,7 @@ from support.cluster.gpus import require_usable, usable_gpus
 from support.cluster.launch import free_port
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
-from support.report.compare import last_error
+from support.report.recorded_run import last_error
 from support.settings.settings import DEFAULTS, Settings
 from support.settings.training import TrainingSettings
 from support.strategies.strategy import FlagValues
