@@ -34,7 +34,8 @@ EXIT_NOT_COMPLETED = 3
 def main() -> int:
     """Print the comparison, and write its files; return the exit code."""
     args = parse()
-    from support.report import compare, comparison_text, metrics_file  # --help must be fast
+    # Not at the top: --help must be fast.
+    from support.report import compare, comparison_text, metrics_file, recorded_run
 
     if args.status:
         return print_status(args.runs[0])
@@ -45,7 +46,7 @@ def main() -> int:
         report = args.output_dir / f"comparison_results_{comparison.name}"
         figure = report.with_name(f"{report.name}.png")
     else:
-        runs = [compare.read_run(path) for path in args.runs]
+        runs = [recorded_run.read_run(path) for path in args.runs]
         comparison = compare.compare_runs(runs, args.tolerance)
         first, last = (
             run.place.parent if run.of_trainer else run.place for run in (runs[0], runs[-1])

@@ -21,7 +21,7 @@ from support.cli.flags import GROUPS, IGNORED, HelpFormatter, build_parser, name
 from support.known_models import GPT2_SHAPES
 from support.memory.estimate import predict_all
 from support.memory.find_architecture import find_architecture
-from support.report.compare import TOLERANCES
+from support.report.agreement import TOLERANCES
 from support.text_tables import replace_section
 from support.units import GB
 from support.workload.workload import Workload

@@ -22,7 +22,7 @@ from support.cluster.stop import StopSignal
 from support.commands import prove_difference as difference
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, OutOfMemory, TrainingError, UserError
 from support.files.atomic import TemporaryFolder, remove
-from support.report.compare import last_error
+from support.report.recorded_run import last_error
 from support.settings.settings import DEFAULTS, Settings
 from support.strategies.strategy import FlagValues
 from support.text_tables import text_table

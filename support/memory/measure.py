@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from support.memory import system
+from support.memory.allocation_profile import MARK, marks_of_profile
 from support.memory.live import all_tensors, count, live_bytes, pinned_bytes
 from support.strategies.objects import TrainingObjects
 from support.units import GB
@@ -91,12 +92,75 @@ class MemoryByPhase:
         return {"allocated": allocated, "reserved": reserved, "peak": peak}
 
 
+class StepMarks:
+    """What is in memory at the end of each phase of one step: nothing is recorded."""
+
+    start = 0  # live bytes at the beginning of the step
+
+    def begin(self) -> None:
+        """Start recording."""
+
+    def mark(self, phase: str) -> None:
+        """Record the end of a phase."""
+
+    def end(self) -> list[tuple[str, int, int]]:
+        """Return (phase, live bytes at its end, peak bytes within it) of each mark."""
+        return []
+
+
+class AllocatorMarks(StepMarks):
+    """On a GPU: from the statistics of PyTorch's allocator."""
+
+    def __init__(self, peak: DevicePeak):
+        self.peak = peak
+        self._marks: list[tuple[str, int, int]] = []
+
+    def begin(self) -> None:
+        """See the base class."""
+        self.peak.mark()  # excludes earlier steps
+        self.start = torch.cuda.memory_allocated(self.peak.device)
+
+    def mark(self, phase: str) -> None:
+        """See the base class; the caller has just marked the peak."""
+        self._marks.append((phase, torch.cuda.memory_allocated(self.peak.device), self.peak.last))
+
+    def end(self) -> list[tuple[str, int, int]]:
+        """See the base class."""
+        return self._marks
+
+
+class ProfilerMarks(StepMarks):
+    """On a CPU: PyTorch's profiler records each allocation, which slows down the step."""
+
+    def __init__(self) -> None:
+        self._profiler: torch.autograd.profiler.profile | None = None
+
+    def begin(self) -> None:
+        """See the base class."""
+        self.start = sum(count(all_tensors(), set()).values())
+        self._profiler = torch.autograd.profiler.profile(use_device=None, profile_memory=True)
+        self._profiler.__enter__()
+
+    def mark(self, phase: str) -> None:
+        """See the base class."""
+        with torch.profiler.record_function(f"{MARK}{phase}"):
+            pass
+
+    def end(self) -> list[tuple[str, int, int]]:
+        """See the base class."""
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        addresses: set[int] = set()
+        count(all_tensors(), addresses)
+        profiler.__exit__(None, None, None)
+        return marks_of_profile(profiler, self.start, addresses)
+
+
 @dataclass
 class StepMemory:
     """Memory during one optimizer step: live bytes at the end of each phase, and its peak.
 
-    On a GPU PyTorch's allocator provides these numbers. On a CPU PyTorch's profiler records each
-    allocation. That slows down the step, so it is done only if `detailed`.
+    The phases are recorded on a GPU; on a CPU only if `detailed`, because it slows down the step.
     """
 
     objects: TrainingObjects
@@ -109,61 +173,42 @@ class StepMemory:
     written: int = 0  # bytes that this process wrote to disks during the step
 
     def __post_init__(self) -> None:
-        self.device, self._on_gpu = self.peak.device, self.peak.device.type == "cuda"
-        self.slows_down = self.detailed and not self._on_gpu
-        self._profiler: torch.autograd.profiler.profile | None = None
-        self._gathered = self._start = self._written_before = 0
-        self._marks: list[tuple[str, int, int]] = []  # phase, live bytes at its end, its peak
+        on_gpu = self.peak.device.type == "cuda"
+        self.slows_down = self.detailed and not on_gpu
+        on_cpu = ProfilerMarks() if self.detailed else StepMarks()
+        self._marks = AllocatorMarks(self.peak) if on_gpu else on_cpu
+        self._gathered = self._written_before = 0
 
     def begin(self) -> None:
         """Start the measurement at the beginning of a step."""
         self._written_before = system.written_bytes()
-        if self._on_gpu:
-            self.peak.mark()  # excludes earlier steps
-            self._start = torch.cuda.memory_allocated(self.device)
-        elif self.slows_down:
-            self._start = sum(count(all_tensors(), set()).values())
-            self._profiler = torch.autograd.profiler.profile(use_device=None, profile_memory=True)
-            self._profiler.__enter__()
+        self._marks.begin()
         self.mark("data")
 
     def mark(self, phase: str) -> None:
         """Record the end of `phase`. On a GPU the caller has just marked the peak."""
         if phase == "forward":
             self._gathered = self.objects.gathered_bytes()
-        if self._on_gpu:
-            self._marks.append((phase, torch.cuda.memory_allocated(self.device), self.peak.last))
-        elif self._profiler is not None:
-            from support.memory.allocation_profile import MARK
-
-            with torch.profiler.record_function(f"{MARK}{phase}"):
-                pass
+        self._marks.mark(phase)
 
     def after_backward(self) -> None:
         """Count live tensors at the end of backward, when all tensors of a step exist."""
-        self.live = live_bytes(self.objects.live_states(), self.device)
+        self.live = live_bytes(self.objects.live_states(), self.peak.device)
 
     def describe(self) -> list[str]:
         """Return lines on the memory in use by category, for a run that ran out of memory."""
-        categories = live_bytes(self.objects.live_states(), self.device)["categories"]
+        categories = live_bytes(self.objects.live_states(), self.peak.device)["categories"]
         shown = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in categories.items() if size)
         return [f"Memory by category in GB: {shown}. Activations are not included."]
 
     def end(self) -> None:
         """Finish the measurement after the last mark of the step."""
         self.written = system.written_bytes() - self._written_before
-        if self._profiler is not None:
-            from support.memory.allocation_profile import marks_of_profile
-
-            addresses: set[int] = set()
-            count(all_tensors(), addresses)
-            self._profiler.__exit__(None, None, None)
-            self._marks = marks_of_profile(self._profiler, self._start, addresses)
-            self._profiler = None
-        if not self._marks:
+        marks = self._marks.end()
+        if not marks:
             return
-        self.phases, previous, in_forward = {}, self._start, None
-        for phase, live, peak in self._marks:
+        self.phases, previous, in_forward = {}, self._marks.start, None
+        for phase, live, peak in marks:
             phase_bytes = self.phases.setdefault(phase, {"live": 0, "peak": 0})
             phase_bytes.update(live=live, peak=max(phase_bytes["peak"], peak))
             if phase == "forward":  # the last micro-batch determines the result

@@ -14,7 +14,9 @@ step_meter       measures a step: time by phase, memory, traffic
 memory_profile   the lines of --profile_memory
 profiling        --profile and --memory_snapshot: recordings for other tools
 trackers         --report_to: the numbers of metrics.jsonl in TensorBoard and Weights & Biases
-compare          reads runs, and compares each with the first: numbers and losses
+recorded_run     what a run recorded, read from its folder: how it ended, its numbers
+compare          compares runs with the first, and strategies with each other
+agreement        how the losses and gradient norms of two runs agree, and the tolerances
 causes           what else differs between two runs, and what it can change
 comparison_text  the comparison as tables and sentences, in text, Markdown and JSON
 plots            the figure of a comparison, and the charts of a page

@@ -6,9 +6,11 @@ from datetime import datetime, timezone
 
 from support.files.atomic import only_finite
 from support.files.json_types import JsonObject
+from support.report.agreement import Point
 from support.report.causes import ROUNDING
-from support.report.compare import Comparison, Point, RecordedRun
+from support.report.compare import Comparison
 from support.report.metrics_file import FILE, unreadable_lines
+from support.report.recorded_run import RecordedRun
 from support.text_tables import markdown_table, table_header, table_row, text_table
 from support.units import GB, MB, human_bytes
 
@@ -102,19 +104,20 @@ def as_json(comparison: Comparison) -> JsonObject:
 
 
 def _run_as_json(run: RecordedRun) -> JsonObject:
-    loss, norm = run.largest("loss", "eval_loss"), run.largest("grad_norm")
+    agreement = run.agreement
+    loss, norm = agreement.largest("loss", "eval_loss"), agreement.largest("grad_norm")
     entry = {
         **{"strategy": run.name, "status": run.status, "reason": run.reason},
         **{"folder": str(run.place), "command": command_of(run), "repeats": len(run.repeats)},
         "started_at": run.results.get("started_at"),
         **run.numbers,
-        "compared_steps": run.steps,
+        "compared_steps": agreement.steps,
         "unreadable_lines": run.unreadable,
-        "first_difference": run.first and run.first._asdict(),
+        "first_difference": agreement.first and agreement.first._asdict(),
         "largest_difference": loss and loss._asdict(),
         "largest_norm_difference": norm and norm._asdict(),
-        "likely_causes": [entry.name for entry in run.causes],
-        "differences": [entry._asdict() for entry in run.differences],
+        "likely_causes": [entry.name for entry in agreement.causes],
+        "differences": [entry._asdict() for entry in agreement.differences],
     }
     return only_finite(entry)
 
@@ -175,9 +178,9 @@ def tables_of(comparison: Comparison, wide: bool) -> list[Table]:
         measured = [run for run in comparison.runs if "step_seconds" in run.numbers]
         tables += [_table_of(measured, STEP)] if measured else []
     for run in [] if comparison.of_strategies else comparison.runs:
-        if run.differences:
-            differences = [[d.name, *d.values, d.changes] for d in run.differences]
-            tables.append((differences, ["", "A", run.name, "changes"]))
+        if differences := run.agreement.differences:
+            rows = [[d.name, *d.values, d.changes] for d in differences]
+            tables.append((rows, ["", "A", run.name, "changes"]))
     return tables
 
 
@@ -251,34 +254,34 @@ def sentences_of(comparison: Comparison) -> list[str]:
 
 def _equal_losses(comparison: Comparison, reference: RecordedRun) -> Iterator[str]:
     """Say which losses and gradient norms agree, and claim no more than the control showed."""
-    equal = [run for run in comparison.compared if not run.first]
-    losses = [(run, point) for run in equal if (point := run.largest("loss", "eval_loss"))]
-    norms = [(run, point) for run in equal if (point := run.largest("grad_norm"))]
+    equal = [(run.name, run.agreement) for run in comparison.compared if not run.agreement.first]
+    losses = [(*each, p) for each in equal if (p := each[1].largest("loss", "eval_loss"))]
+    norms = [(*each, p) for each in equal if (p := each[1].largest("grad_norm"))]
     if not losses:
         return
     mark = {True: "✅ Same model", False: "ℹ️  No difference found", None: "✅ Equal losses"}
-    *names, last = [run.name for run in equal]
-    worst, loss = max(losses, key=lambda pair: pair[1].relative)
-    steps = min(worst.tolerance.steps, worst.steps)
+    *names, last = [name for name, _ in equal]
+    worst, agreement, loss = max(losses, key=lambda each: each[2].relative)
+    steps, compared = min(agreement.tolerance.steps, agreement.steps), [a.steps for _, a in equal]
     text = (
         f"{mark[comparison.conclusive]}: the losses of {', '.join(names)}{' and ' * bool(names)}"
-        f"{last} agree with those of {reference.name} in {min(run.steps for run in equal):,} steps."
+        f"{last} agree with those of {reference.name} in {min(compared):,} steps."
         f" The largest relative difference is {loss.relative:.1e}"
-        f"{f' in medians of {steps} steps' * (steps > 1)} ({worst.name}, step {loss.last}); "
-        f"tolerance {worst.tolerance.loss:g}."
+        f"{f' in medians of {steps} steps' * (steps > 1)} ({worst}, step {loss.last}); "
+        f"tolerance {agreement.tolerance.loss:g}."
     )
     if len(norms) == len(equal):  # earlier versions recorded none
-        worst, norm = max(norms, key=lambda pair: pair[1].relative)
+        worst, agreement, norm = max(norms, key=lambda each: each[2].relative)
         text += (
-            f" The gradient norms differ by up to {norm.relative:.1e} ({worst.name}, step "
-            f"{norm.last}); tolerance {worst.tolerance.grad_norm:g}."
+            f" The gradient norms differ by up to {norm.relative:.1e} ({worst}, step "
+            f"{norm.last}); tolerance {agreement.tolerance.grad_norm:g}."
         )
     yield text
 
 
 def _control(control: RecordedRun) -> Iterator[str]:
     """Say whether the control's higher learning rate exceeded the tolerance."""
-    loss, first = control.largest("loss", "eval_loss"), control.first
+    loss, first = control.agreement.largest("loss", "eval_loss"), control.agreement.first
     if loss is None:
         return
     text = f"Control: with a higher learning rate the losses differ by up to {loss.relative:.1e}"
@@ -301,8 +304,9 @@ def _control(control: RecordedRun) -> Iterator[str]:
 
 def difference_of(run: RecordedRun, reference: RecordedRun) -> str:
     """Say where a run differs from the reference, and the likely causes."""
-    first, norm = run.departures[0], next((p for p in run.departures if p.of == "grad_norm"), None)
-    largest = run.largest(first.of) or first
+    agreement, departures = run.agreement, run.agreement.departures
+    first, norm = departures[0], next((p for p in departures if p.of == "grad_norm"), None)
+    largest = agreement.largest(first.of) or first
     other = "another repeat" if run is reference else reference.name
     text = (
         f"❌ {run.name}: the {NAMES[first.of]} differ from those of {other} from step "
@@ -313,10 +317,10 @@ def difference_of(run: RecordedRun, reference: RecordedRun) -> str:
         text += " The training losses agree."
     elif norm and norm.last <= first.last:
         text += f" The gradient norms differ from step {_values(norm)}."
-    if run.causes:
-        causes = [f"{cause}, which changes {cause.changes}" for cause in run.causes[:MOST_CAUSES]]
+    if likely := agreement.causes[:MOST_CAUSES]:
+        causes = [f"{cause}, which changes {cause.changes}" for cause in likely]
         return f"{text} Likely cause: {'; or '.join(causes)}."
-    found = [difference for difference in run.differences if difference.changes == ROUNDING]
+    found = [fact for fact in agreement.differences if fact.changes == ROUNDING]
     names = ", ".join(map(str, found)) or "nothing that the runs record"
     rounding = max(run.rounding, reference.rounding)
     limit = rounding.grad_norm if first.of == "grad_norm" else rounding.loss
@@ -337,7 +341,7 @@ def _values(point: Point) -> str:
 
 def _speed_and_memory(comparison: Comparison) -> Iterator[str]:
     """Name the fastest strategies, if the runs had the same load, and that with least memory."""
-    if runs := [run for run in comparison.runs if run.numbers and not run.first]:
+    if runs := [run for run in comparison.runs if run.numbers and not run.agreement.first]:
         least = min(runs, key=lambda run: run.numbers["memory_bytes"]).name
         memory = "GPU memory" if comparison.on_gpu else "memory for model states"
         one = " One rank cannot show what sharding saves or what communication costs."
@@ -378,5 +382,5 @@ def _incomplete(comparison: Comparison) -> Iterator[str]:
         if comparison.of_strategies and run.status != "completed":
             mark = "ℹ️ " if run.status in ("skipped", "not run") else "❌"
             yield f"{mark} {run.name}: {run.status}. {run.reason}"
-        elif not (comparison.of_strategies or run.points or run is comparison.reference):
+        elif not (comparison.of_strategies or run.agreement.points or run is comparison.reference):
             yield f"❌ {run.name}: no step in common ({run.status}). {run.reason}"

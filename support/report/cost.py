@@ -19,8 +19,8 @@ from support.errors import TrainingError, UserError
 from support.files.json_types import JsonObject
 from support.files.user_files import read_json, shown
 from support.memory.estimate import MemoryEstimate
-from support.report.compare import last_error
 from support.report.peak_flops import find_by_short_name, flops_per_token
+from support.report.recorded_run import last_error
 from support.strategies.deepspeed.options import lookup
 from support.text_tables import text_table
 from support.units import GB, human_rate

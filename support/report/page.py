@@ -15,9 +15,10 @@ from support.checkpoints.format import list_checkpoints
 from support.errors import UserError, redact
 from support.files.json_types import JsonObject
 from support.report import comparison_text, plots
-from support.report.compare import read_comparison, read_folder
+from support.report.compare import read_comparison
 from support.report.metrics_file import FILE, unreadable_lines, why_no_figure
 from support.report.plots import Chart
+from support.report.recorded_run import read_folder
 from support.strategies.deepspeed.options import lookup
 from support.units import MB, human_bytes, human_rate
 

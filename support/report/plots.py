@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.report.compare import STATES, Comparison, RecordedRun
+from support.report.compare import Comparison
 from support.report.comparison_text import provenance, title
+from support.report.recorded_run import STATES, RecordedRun
 from support.units import GB, MB
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def charts_of(comparison: Comparison) -> dict[str, Chart]:
             names = [run.name for run in timed]
             chart = partial(draw_bars, names=names, bars={"": rates}, spread=(low, high))
             charts["Samples per second, with the spread"] = chart
-    runs = {run.name: run for run in comparison.runs if run.points}
+    runs = {run.name: run for run in comparison.runs if run.agreement.points}
     if runs and not comparison.of_strategies:
         losses = {
             name: [(last, loss) for (_, last), loss in run.curve("loss").items()]
@@ -90,7 +91,7 @@ def _differences(comparison: Comparison, runs: dict[str, RecordedRun]) -> dict[s
     limits = {"loss": comparison.tolerance, "grad_norm": comparison.norm_tolerance}
     for kind, name in {"loss": "loss", "grad_norm": "gradient norm"}.items():
         lines = {
-            label: [(p.last, max(EQUAL, p.relative)) for p in run.points if p.of == kind]
+            label: [(p.last, max(EQUAL, p.relative)) for p in run.agreement.points if p.of == kind]
             for label, run in runs.items()
         }
         if lines := {label: points for label, points in lines.items() if points}:

@@ -10,7 +10,7 @@ import pytest
 from support.errors import UserError
 from support.report import plots
 from support.report.causes import EFFECT_OF
-from support.report.compare import compare_runs, read_comparison, read_row, read_run
+from support.report.compare import compare_runs, read_comparison, read_row
 from support.report.comparison_text import (
     as_json,
     as_markdown,
@@ -21,6 +21,7 @@ from support.report.comparison_text import (
 )
 from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.page import page_of
+from support.report.recorded_run import read_run
 
 LOSSES = [8.0, 7.5, 7.0, 6.5, 6.0, 5.5]
 STATES = {"parameters": 8 << 20, "gradients": 8 << 20, "optimizer": 16 << 20}
@@ -299,7 +300,7 @@ def test_means_of_trainer_are_compared_with_the_means_of_the_same_steps(ours, tm
     a = ours("a", steps())
     comparison = compare_runs([read_run(a), read_run(file)], None)
     assert comparison.same_model
-    spans = [(point.first, point.last) for point in comparison.runs[1].points]
+    spans = [(point.first, point.last) for point in comparison.runs[1].agreement.points]
     assert spans == [(1, 2), (3, 4), (5, 6)]
     found, text = compared(a, tmp_path / "two", ours("c", steps([loss + 1e-3 for loss in LOSSES])))
     assert found["departing"] == ["C"] and "B agree" in text  # three at once
