@@ -41,11 +41,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from support.tables import CONFIGS, EMBEDDED_MODEL
-
 from benchmarks import corpus
 from benchmarks.runner import PROJECT, SCRIPT, TORCHRUN, end_families
 from support.cluster.tuning import cpu_computes_bf16
+from support.known_models import CONFIGS, EMBEDDED_MODEL
 from support.text_tables import replace_section
 from support.units import GB
 
