@@ -130,15 +130,13 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     training, output, strategy = settings.training, settings.output, settings.parallelism.configured
     folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
     start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
-    # Where the trained model goes: a folder, with --push_to_hub also a repository.
-    target = finish.find_target(output, settings.model.merge_lora, ctx, folder)
-    log = start.open_log(settings, ctx, folder)  # prints and records how the run gets ready
-    checkpoint = CheckpointManager.find(output, settings.data, training, ctx, folder.path)
+    target = finish.find_target(output, settings.model.merge_lora, ctx, folder)  # of the export
+    log = start.open_log(settings, ctx, folder)  # reports the preparation of the run
+    checkpoint = start.find_checkpoint(output, settings.data, training, ctx, folder)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
-    # Before the weights are loaded, so that errors in the data are reported soon.
-    datasets = prepare_dataset(settings, ctx, spec)
+    datasets = prepare_dataset(settings, ctx, spec)  # before the weights: its errors come early
     log.dataset_ready(datasets, training.eval_only)
     finish.check_prompt(output.generate, spec, datasets.facts, training.eval_only)
     objects = build(settings, ctx, spec, log)
@@ -150,6 +148,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     if folder.was_complete_at(state):  # --resume of a completed run
         trained = finish.restore(folder, manager, state.step, training.load_best_at_end)
         finish.publish(settings, folder, target, trained, autocast(objects, ctx))
+        finish.complete(ctx, folder)
         return objects.model
 
     run = start.Run.open(settings, ctx, log, manager, state)  # log and meter of the steps
@@ -166,6 +165,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     finish.summarize(run, ctx, plan, eval_loss, settings.debug.profile_memory)
     # Rank 0 gathers one parameter after the other, for <output_dir>/hf. --generate needs autocast.
     finish.publish(settings, folder, target, manager.trained_model(state), autocast(objects, ctx))
+    finish.complete(ctx, folder)  # the status in results.json
     finish.close(ctx, run)
     return objects.model
 

@@ -1,9 +1,11 @@
 """The modules behind real_model_example.py, in packages by concern.
 
 startup      from the command line to a process that may import torch
-cli          flags, run files, checks of paths and of the hub
+settings     the settings of a run, in sections: each flag with its type, default and help
+cli          from the command line to the settings; checks of paths and of the hub
 cluster      launchers, ranks, rendezvous, failures of ranks, Slurm
 commands     --check, --prefetch, --prove and --show_sample
+planner      scripts/plan_memory.py: its flags, workload and tables
 data         from --dataset to batches of token ids
 model        model and tokenizer, loss, LoRA, export, generation
 strategies   one folder for each engine: DDP, FSDP, DeepSpeed; gradients
@@ -17,12 +19,15 @@ errors       exceptions that end a run, exit codes, what library errors mean; se
 entry_points the commands that pip installs
 process      output that cannot fail, signal handlers before the run has its own, versions
 programs     command lines of the scripts, and programs that they run
-optimizers   the optimizers of --optim
-tables       models whose shape is known
+optimizers   the optimizers of --optim, and what they need
+other_optimizers  creates those other than AdamW
+known_models the embedded model and GPT-2, whose shape is known without a file
+loss_chunks  how the loss is computed, in chunks of the logits
+gpu_generations  compute capabilities, and what attention kernels can do
 patches      patches of torch, transformers and bitsandbytes
 console      lines and progress bars
 text_tables  tables of text
-units        units, and sizes that several packages share
+units        units of memory, and numbers as people read them
 """
 
 import sys

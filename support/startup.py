@@ -68,8 +68,8 @@ def start(argv: list[str]) -> tuple[Settings, Launch]:
         if settings.debug.simulate_gpus:
             launch = launching.simulated(launch, settings.debug.simulate_gpus)
         check_run(settings, is_restart=process.RESTARTED in os.environ)
-        flags = settings.model, settings.data, settings.output, settings.command
-        settings = replace(settings, hub=ask_hub(*flags, launch.is_main, launch.is_node_leader))
+        sections = settings.model, settings.data, settings.output, settings.command
+        settings = replace(settings, hub=ask_hub(*sections, launch.is_main, launch.is_node_leader))
         for notice in line.notices if launch.is_main and not quiet else ():
             print(f"ℹ️  {notice}")
         if settings.command.prefetch:
@@ -91,7 +91,9 @@ def prepare_for_failures(verbose: bool) -> None:
     else:
         process.catch_signals(process.ALSO_IF_IGNORED, launching.stopped_before_start)
     # A broken installation, or too little memory.
-    sys.excepthook = lambda _kind, error, _traceback: restart.exit_before_start(error, verbose)
+    sys.excepthook = lambda _kind, error, _traceback: restart.exit_before_start(
+        error, verbose or console.verbose
+    )
 
 
 def run_on_all_ranks(

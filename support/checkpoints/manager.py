@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support import console
 from support.checkpoints import signature
 from support.checkpoints.contents import Contents
-from support.checkpoints.find import FoundCheckpoint, find_checkpoint, verify
+from support.checkpoints.find import FoundCheckpoint, verify
 from support.checkpoints.folder import CheckpointFolder
 from support.checkpoints.writing import write_checkpoint
 from support.cluster.context import DistContext
@@ -91,8 +91,6 @@ class CheckpointManager:
         return (
             self.ctx.shares_output and self.contents.state is not None and not self.output.no_save
         )
-
-    find = staticmethod(find_checkpoint)  # before the manager is created
 
     def resume(self, found: FoundCheckpoint | None) -> JsonObject:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.

@@ -1,6 +1,6 @@
-"""Write a checkpoint: each rank its pieces to a folder with a temporary name, then rank 0 the rest.
+"""Write a checkpoint to a folder with a temporary name, which is renamed at the end.
 
-The manifest is written last; then the folder is renamed.
+Each rank writes its pieces; then rank 0 writes the rest, with the manifest last.
 """
 
 from pathlib import Path

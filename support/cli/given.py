@@ -5,8 +5,9 @@ from support.errors import UserError
 from support.files.user_files import shown
 from support.strategies.strategy import FlagValues
 
-# Flags of Trainer and accelerate that set others (see trainer_flags.py).
-SHORTCUTS = {"bf16", "fp16", "use_cpu", "deepspeed", "fsdp"}
+# Flags of Trainer and accelerate that `trainer_flags.expand` replaces by ours, before the flags of
+# the run file and of the command line are merged.
+EXPANDED = {"bf16", "fp16", "use_cpu", "deepspeed", "fsdp"}
 
 
 def read_flags(argv: list[str]) -> tuple[FlagValues, dict[str, str]]:
@@ -16,7 +17,7 @@ def read_flags(argv: list[str]) -> tuple[FlagValues, dict[str, str]]:
     def read(arguments: list[str]) -> tuple[FlagValues, dict[str, str]]:
         values = vars(parser.parse_args(arguments))
         options = values.pop("spelled", {})
-        if values.keys() & SHORTCUTS:
+        if values.keys() & EXPANDED:
             from support.cli.trainer_flags import expand
 
             expand(values, options)

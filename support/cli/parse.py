@@ -17,8 +17,8 @@ from support.settings.training import default_learning_rate
 from support.strategies.strategy import Flags, Resolved, Strategy
 from support.strategies.table import STRATEGIES
 
-# Flags of Trainer that set others (see trainer_flags.py).
-TRAINER_FLAGS = {"do_train", "do_eval", "eval_strategy", "save_strategy"}
+# Flags of Trainer that `trainer_flags.convert` replaces by ours; it needs the merged flags.
+CONVERTED = {"do_train", "do_eval", "eval_strategy", "save_strategy"}
 # Flags that most runs do not use, and what uses them.
 USERS = {
     "ds_config": "the DeepSpeed strategies",
@@ -61,7 +61,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
         vars(flags).update(changed)
         sources.update(dict.fromkeys(changed, source))
 
-    if given & TRAINER_FLAGS:
+    if given & CONVERTED:
         from support.cli.trainer_flags import convert
 
         change("Trainer's flags", **convert(flags))

@@ -18,7 +18,7 @@ from support.files.json_types import JsonObject
 from support.files.user_files import TOO_DEEP, check_depth, printable, read_text, shown
 from support.strategies.strategy import FlagValues
 
-SECTIONS = ("training", "distributed")
+GROUPING_KEYS = ("training", "distributed")
 
 
 def read_run_file(path: str, parser: Parser) -> list[str]:
@@ -28,8 +28,8 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
         UserError: the file cannot be read or is not YAML.
     """
     content = read_yaml("--config", path)
-    pairs = [(key, value) for key, value in content.items() if key not in SECTIONS]
-    for section in SECTIONS:
+    pairs = [(key, value) for key, value in content.items() if key not in GROUPING_KEYS]
+    for section in GROUPING_KEYS:
         values = content.get(section) or {}
         if not isinstance(values, dict):
             raise UserError(f"{shown(path)}: {section} is a section: indent its keys below it.")

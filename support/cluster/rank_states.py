@@ -23,7 +23,7 @@ ENDED = (
 
 
 class RankStates:
-    """The states of all ranks in the store, which other threads do not use for long."""
+    """The states of all ranks, in a store whose connection no other thread blocks for long."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int):
         self.store, self.rank, self.ranks = store, rank, ranks

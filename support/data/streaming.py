@@ -170,7 +170,6 @@ def open_stream(
     slots = BatchSlots(data, training, ctx, tokenizer, padding, source.splits["train"])
     facts: DatasetFacts = {"name": data.dataset_name, "sha256": source.fingerprint}
     facts |= {"streaming": True, "tokens": None, "blocks": None}
-    train = Stream(slots, ctx, tokenizer, facts, training.max_steps or 0)
     validation = Sequences.none(padding)
     if file := data.validation_file:
         alone = replace(data, validation_file=None)
@@ -181,4 +180,5 @@ def open_stream(
             held_out["blocks"] = validation.num_sequences
         facts["validation"] = {**held_out, "bad_rows": prepared["bad_rows"]}
         printing.print_splits({"validation": held_out}, tokenizer, "rows")
+    train = Stream(slots, ctx, tokenizer, facts, training.max_steps or 0)
     return train, validation, facts

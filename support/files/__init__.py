@@ -3,6 +3,7 @@
 atomic              atomic writes, JSON files, locks, temporary folders
 cache               folders of prepared files that runs share
 safetensors_writer  the weight files of a model, in shards of limited size
+weight_files        the weight files in a folder
 json_types          checks of the types in a JSON file
 user_files          JSON and text files that a user writes
 folders             the files of a folder of data

@@ -49,12 +49,12 @@ class Lora:
     def of(cls, model_settings: ModelSettings, seed: int) -> Lora | None:
         """Return the configuration that the flags request; None without --lora_r."""
         r, names, base = model_settings.lora_r, model_settings.lora_targets, model_settings.model
-        if r is None:
+        alpha = model_settings.lora_alpha
+        if r is None or alpha is None:
             return None
         targets = names if names in (None, ALL_LINEAR) else target_names(names)
         if Path(base).is_dir():
             base = str(Path(base).resolve())
-        alpha = model_settings.lora_alpha or 2.0 * r
         return cls(r, alpha, model_settings.lora_dropout, targets, base, seed)
 
     def attach(self, model: nn.Module) -> None:

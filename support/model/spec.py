@@ -1,4 +1,4 @@
-"""ModelSpec: everything of a model except its weights in memory."""
+"""ModelSpec: a model without its weights in memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def is_tied(model: nn.Module) -> bool:
 
 @dataclass
 class ModelSpec:
-    """Everything of a model except its weights in memory."""
+    """A model without its weights: configuration, tokenizer, sizes. It loads the weights."""
 
     # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
     config: transformers.PretrainedConfig

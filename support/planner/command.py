@@ -11,7 +11,7 @@ from support.workload.architectures import name_on_hub
 from support.workload.workload import Workload
 
 SAME_SWITCHES = ("no_fused_gelu", "isolate_documents", "load_in_4bit", "compile")  # as a run's
-DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw"}  # a run has them without flags
+RUN_DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw"}  # a run has them without flags
 
 
 def launcher(gpus: int, limits: Limits) -> str:
@@ -27,7 +27,7 @@ def launcher(gpus: int, limits: Limits) -> str:
 
 def command_of(args: Options, work: Workload, strategy: str, limits: Limits) -> str:
     """Return the command that runs the workload: with --config, and what differs from its file."""
-    flags, own = [], DEFAULTS
+    flags, own = [], RUN_DEFAULTS
     if args.config:
         flags = ["--config", args.config]
         own = {**args.in_file, "model": name_on_hub(args.in_file["model"])}
@@ -37,7 +37,7 @@ def command_of(args: Options, work: Workload, strategy: str, limits: Limits) -> 
 
 def flags_of(args: Options, work: Workload, strategy: str) -> list[str]:
     """Return the flags of a run with the workload, without a run file."""
-    return as_flags(run_values(args, work, strategy), DEFAULTS)
+    return as_flags(run_values(args, work, strategy), RUN_DEFAULTS)
 
 
 def run_values(args: Options, work: Workload, strategy: str) -> FlagValues:

@@ -12,7 +12,7 @@ MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama
     Qwen2.5-0.5B, Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2,
     Llama, Mistral, Qwen, GPT-NeoX) (default: gpt2)"""
 # Name, type, placeholder and help of flags.
-FLAGS = (
+PLANNER_FLAGS = (
     ("gpus", flag_types.ranks, "N", "number of ranks, one per GPU (default: 1)"),
     ("gpus_per_node", flag_types.ranks, "N", "of one node (default: --gpus, at most 8)"),
     ("nodes", flag_types.ranks, "N", "nodes of --gpus_per_node GPUs, instead of --gpus"),
@@ -68,7 +68,7 @@ def build_parser(doc: str) -> Parser:
     text = "YAML with flags of a run, whose model and workload are planned; the others override it"
     parser.add_argument("--config", type=flag_types.name, metavar="FILE", help=text)
     costs = parser.add_argument_group("cost (needs an amount of work and a rate)")
-    for group, flags in ((parser, FLAGS), (costs, COST_FLAGS)):
+    for group, flags in ((parser, PLANNER_FLAGS), (costs, COST_FLAGS)):
         for name, kind, placeholder, text in flags:
             group.add_argument(f"--{name}", type=kind, metavar=placeholder, help=text)
     for flag, text in SWITCHES.items():

@@ -144,7 +144,11 @@ def publish(
         folder.record(sample=sample)
     if exported and settings.output.push_to_hub:
         folder.record(push=push.push(target.repository, exported, trained.ctx))
-    trained.ctx.stop.ignore()  # the run is complete
+
+
+def complete(ctx: DistContext, folder: RunFolder) -> None:
+    """Write the status "completed"; from then on a stop signal changes nothing."""
+    ctx.stop.ignore()
     folder.end("completed")
 
 

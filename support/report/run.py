@@ -46,6 +46,7 @@ class Run(NamedTuple):
         )
         detailed = settings.debug.profile_memory or ctx.simulated
         step_memory = StepMemory(objects, memory.peak, detailed, of_loss)
+        ctx.monitor.explain_memory_with(step_memory.describe)
         meter = create_meter(ctx, memory, step_memory, state)
         trackers, trace = None, None
         if settings.output.report_to and ctx.is_main:

@@ -44,7 +44,7 @@ class RunFolder:
     def open(cls, settings: Settings, ctx: DistContext) -> RunFolder:
         """Create and lock the folder; write results.json, unless --resume continues a run.
 
-        From then on results.json says why the run failed.
+        If the run fails after this call, results.json says why.
         """
         model, strategy = Path(settings.model.model).name, settings.parallelism.strategy
         saves_best = settings.training.load_best_at_end

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from support import console
+from support.checkpoints import find
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
@@ -18,6 +19,8 @@ from support.report.run import Run
 from support.report.run_folder import RunFolder
 from support.report.run_plan import RunPlan, keeps_large_tensors
 from support.report.start_log import StartLog
+from support.settings.data import DataSettings
+from support.settings.output import OutputSettings
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
 from support.strategies.strategy import Strategy
@@ -27,6 +30,17 @@ def open_folder(settings: Settings, ctx: DistContext) -> RunFolder:
     """Print the "Distributed Setup" lines, and open the output folder."""
     say_setup(ctx)
     return RunFolder.open(settings, ctx)
+
+
+def find_checkpoint(
+    output: OutputSettings,
+    data: DataSettings,
+    training: TrainingSettings,
+    ctx: DistContext,
+    folder: RunFolder,
+) -> find.FoundCheckpoint | None:
+    """Find the checkpoint of --resume before model and data are loaded; None without the flag."""
+    return find.find_checkpoint(output, data, training, ctx, folder.path)
 
 
 def plan_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> RunPlan:

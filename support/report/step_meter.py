@@ -41,7 +41,6 @@ def create_meter(
     ctx: DistContext, memory: MemoryByPhase, step_memory: StepMemory, state: TrainState
 ) -> StepMeter:
     """Return the meter of this rank's steps, which measures the memory of the last one."""
-    ctx.monitor.explain_memory_with(step_memory.describe)
     measured = state.total_steps
     if state.patience:  # early stopping may end the run at any step, so an early one is measured
         measured = min(measured, state.step + 5)

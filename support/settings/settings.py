@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +60,14 @@ class Settings:
         sections: dict[str, Any] = {}
         for name, section in SECTIONS.items():
             fields = [field.name for field in dataclasses.fields(section)]
-            sections[name] = section(**{field: every[field] for field in fields})
+            sections[name] = section(**{field: copy(every[field]) for field in fields})
         return cls(**sections)
 
     def replace(self, **values: object) -> Settings:
-        """Return a copy with other values of flags; a new name is a KeyError."""
+        """Return a copy with other values of fields; a new name is a KeyError.
+
+        A value that was computed from a flag (`configured`, `held_out_share`) is not computed anew.
+        """
         changes: dict[str, dict[str, object]] = {}
         for name, value in values.items():
             changes.setdefault(SECTION_OF[name], {})[name] = value

@@ -17,6 +17,7 @@ ASKS = re.compile(
     re.VERBOSE,
 )
 ASKED = 8  # at most, in all files outside of support/strategies and the script
+WITH_ALL_SETTINGS = 30
 
 
 def test_the_script_imports_few_names():
@@ -63,3 +64,29 @@ def test_only_the_strategies_know_an_engine():
         if ASKS.search(line)
     ]
     assert len(found) <= ASKED, "\n".join(found)
+
+
+def test_few_functions_take_all_settings():
+    """The others take the section or the values that they use, which their signature shows."""
+    files = [SCRIPT, *(PROJECT / "support").rglob("*.py"), *(PROJECT / "scripts").glob("*.py")]
+    takes_all = [
+        f"{file.name}: {node.name}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any(
+            argument.annotation and re.search(r"\bSettings\b", ast.unparse(argument.annotation))
+            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        )
+    ]
+    assert 0 < len(takes_all) <= WITH_ALL_SETTINGS, takes_all
+
+
+def test_each_module_is_in_the_index_of_its_package():
+    # The engines' folders have the same parts, which support/strategies lists.
+    for index in (PROJECT / "support" / "__init__.py", *PROJECT.glob("support/*/__init__.py")):
+        text = ast.get_docstring(ast.parse(index.read_text())) or ""
+        listed = set(re.findall(r"\w+", text))
+        modules = {path.stem for path in index.parent.glob("*.py")} - {"__init__"}
+        modules |= {path.parent.name for path in index.parent.glob("*/__init__.py")}
+        assert modules <= listed, f"{index.parent.name}: {modules - listed}"
