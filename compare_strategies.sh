@@ -101,7 +101,8 @@ done
 facts=$(in_project '
 try:
     import torch
-    from support.report.results import hardware, versions
+    from support.process import versions
+    from support.report.results import hardware
 except ImportError as error:
     sys.exit(f"{sys.executable}: {error}")
 from support.cluster.gpus import usable_gpus; gpus = usable_gpus()

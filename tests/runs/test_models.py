@@ -197,7 +197,9 @@ def test_files_decide_whether_the_output_layer_is_the_embedding(
 def test_schedule_with_warm_up(scheduler, rates):
     flags = f"--lr 1e-3 --warmup_steps 1 --lr_scheduler {scheduler}"
     settings = parse_arguments(flags.split())
-    assert [learning_rate(step, 5, settings) for step in range(5)] == pytest.approx(rates, rel=1e-4)
+    assert [learning_rate(step, 5, settings.training) for step in range(5)] == pytest.approx(
+        rates, rel=1e-4
+    )
 
 
 def code_in_a_module(folder: Path) -> None:
