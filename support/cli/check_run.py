@@ -5,7 +5,7 @@ from pathlib import Path
 
 from support.cli import checks
 from support.errors import MissingRequirement, UserError
-from support.files.user_files import check_readable, read_json
+from support.files.user_files import check_readable, read_user_json
 from support.known_models import EMBEDDED_MODEL
 from support.optimizers import OPTIMIZERS
 from support.settings.model import ModelSettings
@@ -70,5 +70,5 @@ def check_model_path(model_settings: ModelSettings) -> None:
             "A run exports its model to hf/; --merge_lora exports adapters as a complete model."
         )
     if is_local:
-        read_json("--model", f"{model}/config.json")
+        read_user_json("--model", f"{model}/config.json")
         check_readable("--model", model, MODEL_FILES)

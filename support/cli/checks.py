@@ -63,7 +63,7 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
     for flag, others in EXCLUDED.items():
         for other in others.split():
             if _is_set(flags, flag) and _is_set(flags, other):
-                raise UserError(f"--{flag} and --{other} cannot both hold: leave one out.")
+                raise UserError(f"--{flag} and --{other} cannot be used together: leave one out.")
     for flag, other in NEEDED.items():
         if _is_set(flags, flag) and not _is_set(flags, other):
             raise UserError(f"--{flag} needs --{other}.")

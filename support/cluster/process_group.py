@@ -235,7 +235,7 @@ def meet(store: dist.Store, launch: Launch, seconds: float, device: RankDevice) 
             start = f"start/{own}"
             store.set(f"{start}/0", arrival)
             store.set(place, start)
-            _wait_for_ranks(store, launch, start, deadline)
+            _wait_for_arrivals(store, launch, start, deadline)
         while time.monotonic() < deadline + 5:  # rank 0 names missing ranks at the deadline
             if store.check([place]) and (latest := store.get(place).decode()) != start:
                 start = latest
@@ -258,7 +258,7 @@ def meet(store: dist.Store, launch: Launch, seconds: float, device: RankDevice) 
     )
 
 
-def _wait_for_ranks(store: dist.Store, launch: Launch, start: str, deadline: float) -> None:
+def _wait_for_arrivals(store: dist.Store, launch: Launch, start: str, deadline: float) -> None:
     """Rank 0: wait until all ranks have joined a start, and publish their identifiers.
 
     Raises:

@@ -78,7 +78,9 @@ def prove(settings: Settings) -> int:
             run(way, kept, output)
             step = difference.step_of(output, settings.training)
             reference = reference or step
-            differences, norm, worst = difference.compare(reference, step, settings.training.lr)
+            differences, norm, worst = difference.compare_steps(
+                reference, step, settings.training.lr
+            )
             numbers = [f"{value:.1e}" if number else "–" for value in differences.values()]
             row = [way.name, f"{step.loss:.7f}", numbers[0], f"{norm:.6f}", *numbers[1:3]]
             rows.append([*row, worst if number else "", numbers[3]])

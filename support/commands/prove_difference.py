@@ -43,7 +43,7 @@ def step_of(folder: Path, training: TrainingSettings) -> Step:
     return Step(record["loss"], clipping / (1 - training.adam_beta1), OwnCheckpoint(folder))
 
 
-def compare(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:
+def compare_steps(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:
     """Compare two steps, one parameter at a time.
 
     Returns:

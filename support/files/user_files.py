@@ -103,7 +103,7 @@ def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_json(flag: str, path: str, unique_keys: bool = False) -> dict:
+def read_user_json(flag: str, path: str, unique_keys: bool = False) -> dict:
     """Return the object in a JSON file.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.errors import UserError, first_line
-from support.files.user_files import read_json, shown
+from support.files.user_files import read_user_json, shown
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def weight_files(folder: Path, named: str | None = None) -> list[Path]:
         )
     if path.suffix != ".json":
         return [path]
-    listed = read_json("The index", str(path)).get("weight_map")
+    listed = read_user_json("The index", str(path)).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise UserError(f"{path} has no weight_map, so it is not a weight index: {COPY_AGAIN}.")
     for name in listed.values():

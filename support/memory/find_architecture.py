@@ -6,7 +6,7 @@ from pathlib import Path
 from support.cli.hub import download_config
 from support.errors import UserError
 from support.files import weight_files
-from support.files.user_files import read_json
+from support.files.user_files import read_user_json
 from support.known_models import CONFIGS
 from support.workload.architectures import (
     EMBEDDINGS,
@@ -34,7 +34,7 @@ def find_architecture(model: str) -> Architecture:
         if Path(model).is_dir():
             raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
         file = download_config(model)
-    architecture = read_architecture(read_json("--model", file), file)
+    architecture = read_architecture(read_user_json("--model", file), file)
     if not architecture.embedding.tied:
         return architecture
     architecture = _with_head(architecture, tied=True, unconfirmed=not Path(model).exists())

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from support.errors import UserError, refused_as
 from support.files.cache import Cache, cache_folder
-from support.files.user_files import read_json, read_text
+from support.files.user_files import read_text, read_user_json
 from support.known_models import EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from support.model.weights import NO_REMOTE_CODE
 
@@ -49,7 +49,7 @@ def _name_damaged_file(folder: Path) -> None:
     """
     for name in ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"):
         for file in sorted(folder.glob(name)):
-            read_json("The tokenizer's file", str(file))
+            read_user_json("The tokenizer's file", str(file))
     for file in (*sorted(folder.glob("*.jinja")), folder / "merges.txt"):
         if file.is_file():
             read_text("The tokenizer's file", str(file))

@@ -23,7 +23,7 @@ PLANNER_FLAGS = (
     ("seq_length", flag_types.block_length, "N", "tokens in a sequence (default: as for a run)"),
     ("gradient_accumulation_steps", flag_types.batch, "N", "micro-batches per step (default: 1)"),
     ("lora_r", flag_types.rank_of_adapters, "R", "train adapters of this rank, freeze the rest"),
-    ("lora_targets", flag_types.word, "LIST", "the layers that get an adapter"),
+    ("lora_targets", flag_types.label, "LIST", "the layers that get an adapter"),
 )
 SWITCHES = {
     "--no_fused_gelu": "compute GPT-2's activation as transformers does",
@@ -41,16 +41,16 @@ COST_FLAGS = (
     ("max_steps", flag_types.max_steps, "N", "optimizer steps, instead of --tokens"),
     (
         "results",
-        flag_types.name,
+        flag_types.place,
         "RUN",
         "take the rate of this completed run (folder or results.json)",
     ),
-    ("device", flag_types.word, "GPU", "assume the rate of this GPU, A100 for example"),
+    ("device", flag_types.label, "GPU", "assume the rate of this GPU, A100 for example"),
     ("mfu", flag_types.real(1), "SHARE", "assumed share of its peak FLOP/s (default: 0.4)"),
     ("bandwidth", SIZE, "GB/S", "add the time of sending, at the all-reduce rate of --check"),
     ("price", SIZE, "DOLLARS", "of a GPU-hour"),
     ("watts", SIZE, "W", "electric power of a GPU"),
-    ("time_limit", flag_types.word, "HH:MM:SS", "of a Slurm job: plan the jobs"),
+    ("time_limit", flag_types.label, "HH:MM:SS", "of a Slurm job: plan the jobs"),
     ("save_seconds", SIZE, "S", "time of a save, for --time_limit (default: that of --results)"),
     ("mtbf", SIZE, "H", "hours between failures of a GPU, for --time_limit (default: 50000)"),
 )
@@ -64,9 +64,9 @@ SAME_FLAGS = """
 def build_parser(doc: str) -> Parser:
     """Build the parser; `doc` is the docstring of the script."""
     parser = Parser.of_script(doc)
-    parser.add_argument("--model", type=flag_types.name, default="gpt2", help=MODELS)
+    parser.add_argument("--model", type=flag_types.place, default="gpt2", help=MODELS)
     text = "YAML with flags of a run, whose model and workload are planned; the others override it"
-    parser.add_argument("--config", type=flag_types.name, metavar="FILE", help=text)
+    parser.add_argument("--config", type=flag_types.place, metavar="FILE", help=text)
     costs = parser.add_argument_group("cost (needs an amount of work and a rate)")
     for group, flags in ((parser, PLANNER_FLAGS), (costs, COST_FLAGS)):
         for name, kind, placeholder, text in flags:

@@ -17,7 +17,7 @@ from support.cluster.gpus import usable_gpus
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError
 from support.files.json_types import JsonObject
-from support.files.user_files import read_json, shown
+from support.files.user_files import read_user_json, shown
 from support.memory.estimate import MemoryEstimate
 from support.report.peak_flops import find_by_short_name, flops_per_token
 from support.report.recorded_run import last_error
@@ -100,7 +100,9 @@ def cost_of(
     if args.device:
         rate = assumed_rate(args, work)
     else:
-        name, results = measure(args, flags, work) if args.measure else read_run(args.results)
+        name, results = (
+            measure(args, flags, work) if args.measure else read_completed_run(args.results)
+        )
         rate = measured_rate(args, name, results, work, need.strategy)
     if args.bandwidth:
         rate = on_network(rate, work, need.sent, args.bandwidth)
@@ -229,14 +231,14 @@ def differences(results: JsonObject, planned: JsonObject) -> str:
     )
 
 
-def read_run(path: str, flag: str = "--results") -> tuple[str, JsonObject]:
+def read_completed_run(path: str, flag: str = "--results") -> tuple[str, JsonObject]:
     """Return the flag with the path, for messages, and the results.json of a completed run.
 
     Raises:
         UserError: the file is missing or damaged, or the run did not complete or did not train.
     """
     file = str(Path(path) / "results.json" if Path(path).is_dir() else path)
-    results, place = read_json(flag, file), f"{flag} {shown(file)}"
+    results, place = read_user_json(flag, file), f"{flag} {shown(file)}"
     if results.get("status") != "completed":
         why = f"{shown(results.get('status'))} ({shown(results.get('reason'))})"
         raise UserError(f"{place}: the run's status is {why}: name a completed run.")
@@ -271,7 +273,7 @@ def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, JsonO
         exit_code, log = programs.run_program([*launcher, *command])
         if exit_code:
             raise TrainingError(f"--measure: the run failed: {last_error(log)}")
-        return "--measure", read_run(f"{folder}/run", "--measure")[1]
+        return "--measure", read_completed_run(f"{folder}/run", "--measure")[1]
 
 
 # ------------------------------------------------------------------------------------- Slurm jobs

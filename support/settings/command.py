@@ -39,7 +39,7 @@ class RunFileSettings:
 
     config: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "YAML with these flags; the command line overrides it",
         metavar="FILE",
     )

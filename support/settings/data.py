@@ -27,7 +27,7 @@ class DataSettings:
 
     dataset: tuple[Dataset, ...] = flag(
         COMPUTED,
-        flag_types.name,
+        flag_types.place,
         (
             "pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .tsv "
             ".parquet; each but .parquet also as .gz), or a hub dataset; or several, also with "
@@ -38,41 +38,41 @@ class DataSettings:
     )
     include: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "files of a folder to read, such as 'books/*.md,*.txt' (default: all)",
         metavar="PATTERNS",
     )
-    dataset_config: str | None = flag(None, flag_types.word, "configuration name of a hub dataset")
+    dataset_config: str | None = flag(None, flag_types.label, "configuration name of a hub dataset")
     dataset_revision: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "branch, tag or commit of a hub dataset (default: main)",
         metavar="REV",
     )
     train_split: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "split of a hub dataset to train on, also as 'train[:10%]' (default: train)",
         metavar="SPLIT",
     )
     eval_split: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "split of a hub dataset to evaluate on (default: validation, if there is one)",
         metavar="SPLIT",
     )
     text_column: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "column or key of the text (default: recognized by the row's keys, else text)",
     )
-    prompt_column: str | None = flag(None, flag_types.word, "column or key of the prompt")
+    prompt_column: str | None = flag(None, flag_types.label, "column or key of the prompt")
     completion_column: str | None = flag(
-        None, flag_types.word, "column or key of the completion, which is trained on"
+        None, flag_types.label, "column or key of the completion, which is trained on"
     )
     validation_file: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "file or folder to evaluate on (default: the corpus's own validation split)",
         metavar="FILE",
     )
@@ -90,7 +90,7 @@ class DataSettings:
     )
     chat_template: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "Jinja template of conversations (default: the tokenizer's, else a plain one)",
         metavar="FILE",
     )
@@ -117,7 +117,7 @@ class DataSettings:
     )
     cache_dir: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "where tokenized data is kept (default: distributed_training under HF_HOME)",
     )
     # Not a flag: the share of the training sequences to hold out for evaluations, of

@@ -22,11 +22,11 @@ class DebugSettings:
     )
     memory_snapshot: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "write PyTorch's snapshot of the GPU's memory, for pytorch.org/memory_viz",
         metavar="FILE",
     )
     profile: str | None = flag(
-        None, flag_types.name, "write a trace of 3 steps, for ui.perfetto.dev", metavar="DIR"
+        None, flag_types.place, "write a trace of 3 steps, for ui.perfetto.dev", metavar="DIR"
     )
     verbose: bool = switch(False, "show third-party messages and tracebacks")

@@ -83,7 +83,7 @@ def precision(text: str) -> str:
     return "fp32" if choice(text) == "no" else text
 
 
-def word(text: str) -> str:
+def label(text: str) -> str:
     """Check a name, of a column for example: not empty, UTF-8, without control characters."""
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty; is a variable of the shell not set?")
@@ -93,19 +93,19 @@ def word(text: str) -> str:
     return text
 
 
-def name(text: str) -> str:
+def place(text: str) -> str:
     """Check a path or a name on the hub, and replace ~, which no shell does in a run file."""
-    return os.path.expanduser(word(text))
+    return os.path.expanduser(label(text))
 
 
 def path(text: str) -> Path:
-    """Check a path, as `name` does, and convert it."""
-    return Path(name(text))
+    """Check a path, as `place` does, and convert it."""
+    return Path(place(text))
 
 
 def path_or_switch(on: object, off: object) -> Callable[[str], object]:
     """Return a type for a path, or true and false, which become `on` and `off`."""
-    return lambda text: {"true": on, "false": off}.get(text.lower(), name(text))
+    return lambda text: {"true": on, "false": off}.get(text.lower(), place(text))
 
 
 file_or_switch, checkpoint = path_or_switch(True, False), path_or_switch("", None)

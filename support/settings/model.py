@@ -16,7 +16,7 @@ class ModelSettings:
 
     model: str = flag(
         EMBEDDED_MODEL,
-        flag_types.name,
+        flag_types.place,
         (
             "tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
             "another causal language model on the Hugging Face hub, or a local folder"
@@ -24,7 +24,7 @@ class ModelSettings:
     )
     model_revision: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "branch, tag or commit of a model on the hub (default: main)",
         metavar="REV",
     )
@@ -52,7 +52,7 @@ class ModelSettings:
     lora_dropout: float = flag(0.0, flag_types.probability, "dropout before the adapters")
     lora_targets: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "ends of the names of layers, or all-linear (default: the architecture's usual)",
         metavar="LIST",
     )

@@ -14,7 +14,7 @@ class OutputSettings:
     title: ClassVar[str] = "Output"
 
     output_dir: str | None = flag(
-        None, flag_types.name, "folder of the results (default: runs/<model>-<strategy>-<time>)"
+        None, flag_types.place, "folder of the results (default: runs/<model>-<strategy>-<time>)"
     )
     overwrite: bool = switch(
         False, "replace another run's results in --output_dir, or what is in --export_hf"
@@ -43,7 +43,7 @@ class OutputSettings:
     )
     export_hf: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "where the trained model goes, for from_pretrained (default: hf in --output_dir)",
         metavar="DIR",
     )
@@ -57,7 +57,7 @@ class OutputSettings:
     push_to_hub: bool = switch(False, "push the exported model to the Hugging Face hub at the end")
     hub_model_id: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "repository to push to (default: the name of --output_dir)",
         metavar="NAME",
     )
@@ -77,16 +77,16 @@ class OutputSettings:
     )
     logging_dir: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "files of --report_to tensorboard (default: tensorboard in --output_dir)",
         metavar="DIR",
     )
     run_name: str | None = flag(
-        None, flag_types.word, "name of the run in the trackers", metavar="NAME"
+        None, flag_types.label, "name of the run in the trackers", metavar="NAME"
     )
     project: str | None = flag(
         None,
-        flag_types.word,
+        flag_types.label,
         "wandb's project (default: WANDB_PROJECT, else distributed-training)",
         metavar="NAME",
     )

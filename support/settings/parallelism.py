@@ -22,14 +22,14 @@ class ParallelismSettings:
         choices=tuple(STRATEGIES),
     )
     ds_config: str | None = flag(
-        None, flag_types.name, "DeepSpeed JSON instead of ds_config_*.json", metavar="FILE"
+        None, flag_types.place, "DeepSpeed JSON instead of ds_config_*.json", metavar="FILE"
     )
     fsdp_config: str | None = flag(
-        None, flag_types.name, "FSDP's options in JSON, as accelerate writes them", metavar="FILE"
+        None, flag_types.place, "FSDP's options in JSON, as accelerate writes them", metavar="FILE"
     )
     nvme_path: str | None = flag(
         None,
-        flag_types.name,
+        flag_types.place,
         "where infinity keeps its files (default: the temporary folder)",
         metavar="DIR",
     )

@@ -76,7 +76,10 @@ def test_accumulation_that_averages_means_is_found(prove, llama, pairs):
 
 @pytest.mark.parametrize(
     "flag, says",
-    [("--resume x", "--prove and --resume cannot both hold"), ("--optim sgd", "leave --optim sgd")],
+    [
+        ("--resume x", "--prove and --resume cannot be used together"),
+        ("--optim sgd", "leave --optim sgd"),
+    ],
 )
 def test_wrong_usage(script, flag, says):
     run = script(*flag.split(), "--prove", ok=False)

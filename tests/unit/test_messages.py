@@ -16,7 +16,7 @@ from support.errors import (
     remember_secrets,
     same_redacted,
 )
-from support.files.user_files import read_json
+from support.files.user_files import read_user_json
 from support.programs import run_program
 
 # Errors that this machine cannot cause, each with a word of the advice that is shown.
@@ -146,7 +146,7 @@ def test_names_in_an_index_of_weights_are_no_secrets(tmp_path):
     shard = "model-00001-of-00002.safetensors"
     for name in ("attention.query_key_value.weight", "self.key.weight"):
         (tmp_path / "index.json").write_text(json.dumps({name: shard}))
-        read_json("The index", str(tmp_path / "index.json"))
+        read_user_json("The index", str(tmp_path / "index.json"))
     assert redact(shard) == shard
 
 

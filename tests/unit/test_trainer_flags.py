@@ -81,7 +81,7 @@ def test_data_that_does_not_fit_is_refused(flags, says):
         (["--deepspeed"], "--deepspeed does not fit --strategy dp: give a conf"),
         (["--output_dir", ""], "is a variable of the shell not set"),
         (["--report_to", "mlflow"], "mlflow is not in tensorboard, wandb"),
-        (["--eval_only", "--no_eval"], "--eval_only and --no_eval cannot both hold"),
+        (["--eval_only", "--no_eval"], "--eval_only and --no_eval cannot be used together"),
         (["--use_peft"], "--use_peft needs --lora_r"),
         (["--streaming", "--max_steps", "2"], "not pydocs"),
         (["--streaming"], "--streaming needs --max_steps"),

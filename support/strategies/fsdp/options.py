@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from support.errors import UserError
-from support.files.user_files import did_you_mean, read_json, shown
+from support.files.user_files import did_you_mean, read_user_json, shown
 from support.strategies.strategy import Flags
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -55,7 +55,7 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
     values: dict[str, Any] = {}  # by key, without the prefix
     ignored = []
     for given, value in (
-        read_json("--fsdp_config", path, unique_keys=True) if path else {}
+        read_user_json("--fsdp_config", path, unique_keys=True) if path else {}
     ).items():
         key = given.removeprefix("fsdp_")
         allowed = KEYS.get(key)
