@@ -144,7 +144,7 @@ def shown_flags(values: FlagValues) -> FlagValues:
     shown = {}
     for name in (name for name in DEFAULTS if name not in NOT_SHOWN):
         value = values[name]
-        is_off = value is None or value is False or value == []
+        is_off = value is None or value is False or value == ()
         if not is_off or DEFAULTS[name] is True:
             shown[name] = value
     if values["fsdp"]:

@@ -24,8 +24,6 @@ def flag(default: object, kind: Callable[[str], object], text: str, **options: o
     metadata = {"default": of_parser, "type": kind, "help": text, "options": options}
     if default is COMPUTED:
         return dataclasses.field(metadata=metadata)
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: [*default], metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

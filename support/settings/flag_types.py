@@ -111,24 +111,24 @@ def path_or_switch(on: object, off: object) -> Callable[[str], object]:
 file_or_switch, checkpoint = path_or_switch(True, False), path_or_switch("", None)
 
 
-def tags(text: str) -> list[str]:
+def tags(text: str) -> tuple[str, ...]:
     """Parse words with commas between; duplicates are removed."""
-    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    return tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
-def some_of(known: str, synonyms: dict[str, str]) -> Callable[[str], list[str]]:
-    """Return a type for a list of known words, with commas or spaces between.
+def some_of(known: str, synonyms: dict[str, str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a type for several known words, with commas or spaces between.
 
     Args:
         synonyms: other texts of the whole value.
     """
 
-    def parse(text: str) -> list[str]:
+    def parse(text: str) -> tuple[str, ...]:
         words = synonyms.get(text.lower(), text).replace(",", " ").split()
         if unknown := [word for word in words if word not in known.split()]:
             problem = f"{shown(unknown[0])} is not in {', '.join(known.split())}"
             raise argparse.ArgumentTypeError(problem)
-        return list(dict.fromkeys(words))
+        return tuple(dict.fromkeys(words))
 
     return parse
 

@@ -69,8 +69,8 @@ class OutputSettings:
         metavar="PROMPT",
     )
     logging_steps: int = flag(10, flag_types.steps, "optimizer steps between two lines")
-    report_to: list[str] = flag(
-        [],
+    report_to: tuple[str, ...] = flag(
+        (),
         flag_types.reporters,
         "tensorboard, wandb, or both with a comma between (default: none)",
         metavar="LIST",
@@ -90,8 +90,8 @@ class OutputSettings:
         "wandb's project (default: WANDB_PROJECT, else distributed-training)",
         metavar="NAME",
     )
-    tags: list[str] = flag(
-        [],
+    tags: tuple[str, ...] = flag(
+        (),
         flag_types.tags,
         "words for the run in the trackers, with commas between",
         metavar="LIST",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,7 @@ class Settings:
         sections: dict[str, Any] = {}
         for name, section in SECTIONS.items():
             fields = [field.name for field in dataclasses.fields(section)]
-            sections[name] = section(**{field: copy(every[field]) for field in fields})
+            sections[name] = section(**{field: every[field] for field in fields})
         return cls(**sections)
 
     def replace(self, **values: object) -> Settings:

@@ -1,7 +1,7 @@
 """The settings, described once; run files (--config), what overrides them, --print_config."""
 
 import dataclasses
-from typing import get_args, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from conftest import PROJECT
@@ -30,12 +30,12 @@ def test_a_value_has_the_type_of_its_field(section):
     for field in flags_of(section):
         default, kinds = field.metadata["default"], get_args(hints[field.name])
         is_computed = field.default is dataclasses.MISSING
-        is_computed = is_computed and field.default_factory is dataclasses.MISSING
         assert field.metadata["help"]
         if default is None:
             assert is_computed or type(None) in kinds, field.name
-        elif default != []:
-            assert isinstance(default, kinds or hints[field.name]), field.name
+        else:
+            plain = (tuple,) if get_origin(hints[field.name]) is tuple else kinds
+            assert isinstance(default, plain or hints[field.name]), field.name
 
 
 def test_default_of_seq_length():
