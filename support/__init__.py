@@ -14,6 +14,7 @@ memory       measured and estimated memory
 workload     what the estimate depends on: the model's dimensions, batches, ranks
 report       metrics, results, trackers, the comparison of strategies
 files        checks of the user's files, atomic writes, caches
+rank_shares  --rank_shares: from shares of the ranks to whole sequences
 train_state  counters, best evaluation and early stopping of a run
 errors       exceptions that end a run, exit codes, what library errors mean; secrets are removed
 entry_points the commands that pip installs

@@ -22,6 +22,7 @@ ORDER = [
     *(["files", "programs"], ["process"], ["errors"]),
     ["console", "entry_points", "known_models", "optimizers", "patches", "text_tables"],
     ["gpu_generations", "loss_chunks", "train_state", "units"],
+    ["rank_shares"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

@@ -1,0 +1,40 @@
+"""--rank_shares: from the shares of the ranks to whole sequences, without any other import."""
+
+import heapq
+from collections.abc import Sequence
+
+
+def divide(
+    count: int, shares: Sequence[float], at_least: int = 0, at_most: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return the sequences of each rank, which sum to `count`.
+
+    Each sequence goes to the rank that would finish it first: the one with the smallest
+    (sequences + 1) / share, or the first of several. This minimizes the time of the slowest rank,
+    if a rank needs 1 / share for a sequence. Equal shares give the numbers of `np.array_split`.
+
+    Args:
+        shares: the relative speeds of the ranks, above 0.
+        at_least: sequences of each rank, whatever its share.
+        at_most: the most sequences of each rank; None: no limit.
+    Raises:
+        ValueError: `at_least` or `at_most` does not allow `count` sequences.
+    """
+    ranks, most = range(len(shares)), at_most or [count] * len(shares)
+    least = [at_least] * len(shares)
+    if not sum(least) <= count <= sum(most) or any(most[rank] < at_least for rank in ranks):
+        raise ValueError(f"{count} sequences cannot be divided over {len(shares)} ranks")
+    sequences = least
+    # (time after one more sequence, rank) of the ranks that may get one.
+    times = [
+        ((sequences[rank] + 1) / shares[rank], rank)
+        for rank in ranks
+        if sequences[rank] < most[rank]
+    ]
+    heapq.heapify(times)
+    for _ in range(count - sum(least)):
+        _, rank = heapq.heappop(times)
+        sequences[rank] += 1
+        if sequences[rank] < most[rank]:
+            heapq.heappush(times, ((sequences[rank] + 1) / shares[rank], rank))
+    return tuple(sequences)
