@@ -144,14 +144,14 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
 
     manager = CheckpointManager.create(settings, ctx, folder.checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
-    state = batches.train_state(counters, datasets.train, training, ctx.world_size)
+    state = batches.train_state(counters, datasets.train, training, ctx)
     if folder.was_complete_at(state):  # --resume of a completed run
         trained = finish.restore(folder, manager, state.step, training.load_best_at_end)
         finish.publish(settings, folder, target, trained, autocast(objects, ctx))
         finish.complete(ctx, folder)
         return objects.model
 
-    run = start.Run.open(settings, ctx, log, manager, state)  # log and meter of the steps
+    run = start.Run.open(settings, ctx, log, manager, state, plan)  # log and meter of the steps
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
     folder.begin(run_signature=manager.identity)  # results.json
@@ -211,7 +211,7 @@ def train_and_evaluate(
         The loss of the last evaluation, or None if there was none.
     """
     start.say_training(ctx, run, training.eval_only)
-    validation, batch_size = datasets.validation, training.eval_batch_size or training.batch_size
+    validation = datasets.validation
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
     is_deepspeed = run.objects.strategy.engine == "deepspeed"
     train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
@@ -223,7 +223,8 @@ def train_and_evaluate(
     while True:
         if due and validation.num_sequences:
             run.log.start_evaluation()
-            eval_loss = evaluate(run.objects, validation, batch_size, ctx)
+            sequences = batches.evaluated_by_ranks(state, training)
+            eval_loss = evaluate(run.objects, validation, sequences, ctx)
             if eval_loss is None:  # a rank received a stop signal
                 finish.stop(run)  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
@@ -373,15 +374,15 @@ def rest_of_epoch(
     if not isinstance(train, opening.Sequences):  # a stream has its own order
         return train.step_batches(ctx.device)
     order = train.epoch_order(training.seed, state.epoch)[state.position :]
-    accumulation = training.gradient_accumulation_steps
-    shares = split_over_ranks(train, order, training.batch_size, accumulation, ctx)
+    of_ranks, accumulation = state.sequences_of_next_steps(), training.gradient_accumulation_steps
+    shares = split_over_ranks(train, order, of_ranks, accumulation, ctx)
     return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
 
 
 def split_over_ranks(
     sequences: opening.Sequences,
     order: np.ndarray,
-    batch_size: int,
+    sequences_of_ranks: Iterable[list[int]],
     accumulation: int,
     ctx: DistContext,
 ) -> Iterator[batches.StepBatch]:
@@ -389,20 +390,28 @@ def split_over_ranks(
 
     The order is cut into global batches of batch_size × world_size × accumulation sequences.
     Example, 2 × 2 × 2 = 8: rank 0 computes 0 1 in its first micro-batch and 4 5 in its second, rank
-    1 computes 2 3 and 6 7. For the same global batch, the number of ranks changes only which rank
-    computes a sequence. For the collectives every rank must run the same number of micro-batches;
-    short ones are filled up with rows without a loss.
+    1 computes 2 3 and 6 7; with --rank_shares 3,1 rank 0 computes 0 1 2 and 4 5 6. For the same
+    global batch, ranks and shares change only which rank computes a sequence. For the collectives
+    every rank must run the same number of micro-batches; short ones are filled up with rows without
+    a loss.
+
+    Args:
+        sequences_of_ranks: of each step, the sequences of each rank in a micro-batch.
     """
-    all_ranks = batch_size * ctx.world_size  # sequences of a micro-batch on all ranks
-    for first in range(0, len(order), all_ranks * accumulation):
-        global_batch = order[first : first + all_ranks * accumulation]
-        shares = [
-            np.array_split(global_batch[offset : offset + all_ranks], ctx.world_size)
-            for offset in range(0, len(global_batch), all_ranks)
+    position = 0
+    for counts in sequences_of_ranks:  # for example [2, 2]; without end
+        if position >= len(order):
+            return
+        all_ranks = sum(counts)
+        global_batch = order[position : position + all_ranks * accumulation]
+        position += len(global_batch)
+        own = [
+            batches.divide_over_ranks(global_batch[first : first + all_ranks], counts)[ctx.rank]
+            for first in range(0, len(global_batch), all_ranks)
         ]
         yield batches.StepBatch(
-            [batches.fill_up(sequences, share[ctx.rank], batch_size) for share in shares],
-            tokens=sum(sequences.tokens(share[ctx.rank]) for share in shares),
+            [batches.fill_up(sequences, share, counts[ctx.rank]) for share in own],
+            tokens=sum(map(sequences.tokens, own)),
         )
 
 
@@ -471,6 +480,7 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
     and, without --streaming, the order of the data follow from the flags and the counters. If a
     rank received a stop signal (`stop_requests` counts them), the run saves and ends.
     """
+    run.balance.after_step()  # --rank_shares auto: may change the shares of the ranks
     if run.manager.is_due(run.state):  # --save_every, --save_epochs
         run.log.flush()  # completes the counters
         run.manager.save(run.state)  # a collective: every rank calls it
@@ -484,10 +494,12 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
 # ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(
-    objects: TrainingObjects, validation: opening.Sequences, batch_size: int, ctx: DistContext
+    objects: TrainingObjects, validation: opening.Sequences, of_ranks: list[int], ctx: DistContext
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
+    Args:
+        of_ranks: the sequences of each rank in a batch.
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
     """
@@ -496,9 +508,10 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
     order = np.arange(validation.num_sequences)
-    steps = batches.copy_ahead(split_over_ranks(validation, order, batch_size, 1, ctx), ctx.device)
-    count = batches.steps_of(len(order), batch_size * ctx.world_size)
-    for number, step_batch in enumerate(batches.with_bar(steps, "Evaluation", count)):
+    split = split_over_ranks(validation, order, itertools.repeat(of_ranks), 1, ctx)
+    count = batches.steps_of(len(order), sum(of_ranks))
+    steps = batches.with_bar(batches.copy_ahead(split, ctx.device), "Evaluation", count)
+    for number, step_batch in enumerate(steps):
         # Not for each batch, because this check synchronizes the ranks.
         if number % 8 == 0 and ctx.asked_to_stop():
             return None

@@ -1,7 +1,33 @@
-"""--rank_shares: from the shares of the ranks to whole sequences, without any other import."""
+"""--rank_shares: from the shares of the ranks to whole sequences. Imports nothing heavy."""
 
 import heapq
 from collections.abc import Sequence
+
+AUTO = "auto"  # the value of --rank_shares that lets the run measure and choose
+
+
+def of_each_rank(
+    given: tuple[float, ...] | str | None, node_of_rank: Sequence[int]
+) -> tuple[float, ...]:
+    """Return the share of each rank.
+
+    Args:
+        given: the value of --rank_shares. `auto` starts with equal shares.
+        node_of_rank: the number of each rank's node.
+    Raises:
+        ValueError: the shares are neither one for each rank nor one for each node.
+    """
+    if given is None or isinstance(given, str):
+        return (1.0,) * len(node_of_rank)
+    if len(given) == len(node_of_rank):
+        return given
+    nodes = sorted(set(node_of_rank))
+    if len(given) == len(nodes):
+        return tuple(given[nodes.index(node)] for node in node_of_rank)
+    raise ValueError(
+        f"{len(given)} shares for {len(node_of_rank)} ranks on {len(nodes)} nodes: give one for "
+        "each rank, or one for each node"
+    )
 
 
 def divide(

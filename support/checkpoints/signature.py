@@ -20,6 +20,7 @@ from support.errors import UserError, same_redacted
 from support.files.json_types import JsonObject
 from support.files.user_files import shown
 from support.model.spec import ModelSpec
+from support.rank_shares import AUTO
 from support.settings.data import DataSettings
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
@@ -88,13 +89,14 @@ def run_signature(
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
-    flags = settings.flags()
+    flags, shares = settings.flags(), training.rank_shares
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
     rendering = rendering_of(spec.tokenizer) if data.streaming else None
     informational |= {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
+        "rank_shares": shares and (shares if shares == AUTO else ",".join(map(str, shares))),
         "precision": ctx.precision,
         "fsdp_reduce_dtype": settings.parallelism.configured.reduce_dtype,
     }

@@ -9,6 +9,7 @@ from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import read_text
 from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
+from support.rank_shares import AUTO
 from support.settings.data import Dataset, DataSettings, default_dataset
 from support.settings.model import ModelSettings
 from support.settings.output import OutputSettings
@@ -87,6 +88,16 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
         "--early_stopping_patience needs --eval_every with --streaming, which has no epochs": (
             flags.streaming and flags.early_stopping_patience and not flags.eval_every
         ),
+        "--rank_shares auto depends on measured times, so no run repeats another exactly: give "
+        "shares such as 2,1, or leave --deterministic out": (
+            flags.rank_shares == AUTO and flags.deterministic
+        ),
+        "--rank_shares auto cannot move the batch slots of --streaming, each of which reads its "
+        "rows on one rank: give shares such as 2,1": (
+            flags.rank_shares == AUTO and flags.streaming
+        ),
+        "--rank_shares auto needs ranks that compute, and --simulate_gpus has one: give shares "
+        "such as 2,1": flags.rank_shares == AUTO and flags.simulate_gpus,
         "--streaming reads one --dataset: a file, a folder or a dataset on the hub, not pydocs": (
             flags.streaming and (len(datasets) > 1 or datasets == ["pydocs"])
         ),

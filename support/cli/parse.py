@@ -11,6 +11,7 @@ from support.cli.parser import Options
 from support.errors import UserError
 from support.known_models import EMBEDDED_MODEL
 from support.optimizers import OPTIMIZERS
+from support.rank_shares import AUTO
 from support.settings.data import Dataset, default_dataset
 from support.settings.settings import DEFAULTS, FLAGS, Settings
 from support.settings.training import default_learning_rate
@@ -154,11 +155,16 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
 
 
 def _check_strategy_supports(flags: Options, strategy: Strategy) -> None:
-    """Check that the strategy supports --optim and --load_in_4bit."""
+    """Check that the strategy supports --optim, --load_in_4bit and --rank_shares auto."""
     if flags.load_in_4bit and not strategy.whole_parameters:
         raise UserError(
             f"--load_in_4bit does not work under {flags.strategy}, which would have to shard "
             "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
+        )
+    if flags.rank_shares == AUTO and flags.compile and not strategy.whole_parameters:
+        raise UserError(
+            f"--rank_shares auto cannot tell computing from waiting in the compiled layers of "
+            f"{flags.strategy}: give shares such as 2,1, or leave --compile out."
         )
     if reason := strategy.why_not(OPTIMIZERS[flags.optim]):
         raise UserError(f"--optim {flags.optim} does not work under {flags.strategy}: {reason}.")

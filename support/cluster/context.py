@@ -32,6 +32,7 @@ class DistContext:
         real_world_size: number of processes that exist: 1 in a simulation.
         precision: of the computation: "fp32", "bf16" or "fp16".
         nodes: number of nodes.
+        node_of_rank: the number of the node of each rank.
         shares_output: whether all nodes see the output folder; otherwise only rank 0 writes to it.
     """
 
@@ -49,6 +50,7 @@ class DistContext:
         self.real_world_size = 1 if self.simulated else launch.world_size
         self.monitor, self.stop, self.store = monitor, monitor.stop, store or dist.HashStore()
         self.precision, self.nodes, self.shares_output = "fp32", 1, True
+        self.node_of_rank = [0] * self.world_size
 
     @property
     def dtype(self) -> torch.dtype:

@@ -130,13 +130,13 @@ def single_process(launch: Launch) -> Iterator[DistContext]:
 
 
 def compare_software(ctx: DistContext) -> None:
-    """Check that all ranks have the same code and libraries, and count the nodes.
+    """Check that all ranks have the same code and libraries, and note the nodes of the ranks.
 
     Raises:
         TrainingError: a rank has other code or other libraries than rank 0.
     """
     software = {name: text for name, text in versions().items() if name in SAME_ON_ALL}
-    own = (socket.gethostname(), {**software, "code": code_digest()}, ctx.launch.is_node_leader)
+    own = (socket.gethostname(), {**software, "code": code_digest()}, ctx.launch)
     ranks = ctx.all_gather(own)
     for rank, (host, found, _) in enumerate(ranks):
         if differing := {name for name, _ in found.items() ^ ranks[0][1].items()}:
@@ -144,7 +144,9 @@ def compare_software(ctx: DistContext) -> None:
                 f"Rank {rank} on {host} has another version of {', '.join(sorted(differing))} than "
                 f"rank 0 on {ranks[0][0]}: use the same code and environment on all hosts."
             )
-    ctx.nodes = sum(is_leader for _, _, is_leader in ranks)
+    ctx.nodes = sum(launch.is_node_leader for _, _, launch in ranks)
+    if not ctx.simulated:
+        ctx.node_of_rank = [launch.node for _, _, launch in ranks]
 
 
 def configure_torch(

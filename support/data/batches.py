@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from support import console
+from support.cluster.context import DistContext
 from support.data.sequences import MicroBatch, Sequences
 from support.data.stream_state import StreamState
+from support.errors import UserError
 from support.loss_chunks import IGNORED
+from support.rank_shares import AUTO, divide, of_each_rank
 from support.settings.training import TrainingSettings
-from support.train_state import NEW_RUN, EvaluationPlan, TrainState
+from support.train_state import NEW_RUN, EvaluationPlan, RankSequences, TrainState
 
 
 def steps_of(num_sequences: int, batch: int) -> int:
@@ -62,21 +65,57 @@ class TrainingData(Protocol):
 
 
 def train_state(
-    counters: dict, train: TrainingData, training: TrainingSettings, world_size: int
+    counters: dict, train: TrainingData, training: TrainingSettings, ctx: DistContext
 ) -> TrainState:
     """Return the state of training from the counters of a checkpoint, or from NEW_RUN."""
     sequences = max(1, train.num_sequences)  # --eval_only may have none
-    steps = total_steps(training, world_size, sequences, counters["step"], counters["samples"])
+    steps = total_steps(training, ctx.world_size, sequences, counters["step"], counters["samples"])
+    chosen: RankSequences = {"from_step": 1, "sequences": sequences_of_ranks(training, ctx)}
+    saved = counters["rank_sequences"]
+    size = training.batch_size * ctx.world_size
+    if training.rank_shares != AUTO or not all(
+        len(entry["sequences"]) == ctx.world_size and sum(entry["sequences"]) == size
+        for entry in saved
+    ):
+        saved = []  # other flags or ranks
+    counters = {**counters, "rank_sequences": saved or [chosen]}
     return TrainState(
         total_steps=0 if training.eval_only else steps,
         num_sequences=sequences,
-        global_batch=training.global_batch(world_size),
+        global_batch=training.global_batch(ctx.world_size),
         evaluations=EvaluationPlan(
             training.eval, training.eval_every, training.early_stopping_patience
         ),
         first_step=counters["step"],
         **{name: counters[name] for name in NEW_RUN},
     )
+
+
+def sequences_of_ranks(training: TrainingSettings, ctx: DistContext) -> list[int]:
+    """Return the sequences of each rank in a micro-batch at the start of a run: --rank_shares.
+
+    Raises:
+        UserError: the number of shares fits neither the ranks nor the nodes.
+    """
+    try:
+        shares = of_each_rank(training.rank_shares, ctx.node_of_rank)
+    except ValueError as error:
+        raise UserError(f"--rank_shares: {error}.") from error
+    # Each rank takes part in the collectives of each micro-batch, so it gets a sequence.
+    return [*divide(training.batch_size * ctx.world_size, shares, at_least=1)]
+
+
+def evaluated_by_ranks(state: TrainState, training: TrainingSettings) -> list[int]:
+    """Return the sequences of each rank in a batch of an evaluation, in the shares of a step."""
+    counts = state.sequences_of_ranks(state.step + 1)
+    size = training.eval_batch_size or training.batch_size
+    return [*divide(size * len(counts), counts, at_least=1)]
+
+
+def divide_over_ranks(indices: np.ndarray, sequences: list[int]) -> list[np.ndarray]:
+    """Divide a micro-batch in the shares of a whole one, of which a rank has `sequences`."""
+    counts = divide(len(indices), sequences)
+    return np.split(indices, np.cumsum(counts)[:-1])
 
 
 def fill_up(sequences: Sequences, indices: np.ndarray, rows: int) -> MicroBatch:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.cluster.context import DistContext
-from support.data.batches import StepBatch
+from support.data.batches import StepBatch, sequences_of_ranks
 from support.data.packing import pack
 from support.data.rows import BadRow, Rows
 from support.data.sequences import Padding, Part, micro_batch
@@ -47,11 +47,12 @@ class BatchSlots:
         rows: Rows,
     ) -> None:
         self._data, self._padding, self._seed = data, padding, training.seed
-        self.count, batch = training.global_batch(ctx.world_size), training.batch_size
+        self.count = training.global_batch(ctx.world_size)
+        of_ranks = sequences_of_ranks(training, ctx)
+        before, own = sum(of_ranks[: ctx.rank]), of_ranks[ctx.rank]
         # The numbers of the slots of this rank, for each micro-batch.
         self._layout = [
-            range(first, first + batch)
-            for first in range(ctx.rank * batch, self.count, batch * ctx.world_size)
+            range(first, first + own) for first in range(before, self.count, sum(of_ranks))
         ]
         numbers = list(itertools.chain.from_iterable(self._layout))
         self.states = {number: new_slot() for number in numbers}

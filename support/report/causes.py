@@ -32,7 +32,7 @@ EFFECTS = {
     "the updates": """optim, adam_beta1, adam_beta2, adam_epsilon, weight_decay, max_grad_norm,
         ds_config, fsdp_config""",
     ROUNDING: """strategy, precision, fsdp_reduce_dtype, ranks, batch_size,
-        gradient_accumulation_steps, device, fused_gelu, compile, deterministic,
+        gradient_accumulation_steps, rank_shares, device, fused_gelu, compile, deterministic,
         gradient_checkpointing, backend, tf32, gpu, cpu, cores, torch version,
         deepspeed version, transformers version, numpy version, peft version, cuda version,
         rocm version, code_digest, resume, resume_force""",

@@ -13,6 +13,8 @@ from support.errors import first_line
 from support.files.atomic import TemporaryFolder, only_finite, write_atomically, write_text
 
 FILE = "metrics.jsonl"
+# Keys that only a record of one kind has: of a step, an evaluation, a choice of --rank_shares auto.
+KINDS = {"loss", "eval_loss", "rank_sequences"}
 MOST_LINES = 5  # that a message names
 
 
@@ -29,7 +31,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            is_record = record.keys() & {"loss", "eval_loss"} and type(record["step"]) is int
+            is_record = record.keys() & KINDS and type(record["step"]) is int
         except (ValueError, AttributeError, KeyError, RecursionError):
             is_record = False
         if is_record:
@@ -65,7 +67,9 @@ class MetricsFile:
             console.warn(unreadable_lines(self.path, unreadable))
         # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
         # run repeats the evaluation of the checkpoint's own step.
-        kept = [r for r in records if r["step"] < step or (r["step"] == step and "loss" in r)]
+        kept = [
+            r for r in records if r["step"] < step or (r["step"] == step and "eval_loss" not in r)
+        ]
         write_text(self.path, "".join(json.dumps(only_finite(record)) + "\n" for record in kept))
 
     def append(self, *records: dict) -> None:

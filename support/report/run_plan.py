@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,13 @@ from support.cluster.context import DistContext
 from support.errors import UserError
 from support.files.json_types import JsonObject
 from support.memory.estimate import MemoryEstimate, predict
-from support.memory.fit import Limits, check_is_planned, describe_remedies
+from support.memory.fit import (
+    ADVISED_SHARE,
+    Limits,
+    check_is_planned,
+    describe_remedies,
+    largest_batch,
+)
 from support.memory.system import memory_limit
 from support.settings.settings import Settings
 from support.workload.architectures import Architecture, read_architecture
@@ -70,6 +76,18 @@ class RunPlan:
     def estimate(self) -> MemoryEstimate | None:
         """Return the memory of one rank, or None if the estimate does not support the run."""
         return None if isinstance(self.work, UserError) else predict(self.work, self.strategy)
+
+    def most_sequences(self, ctx: DistContext) -> int | None:
+        """Return the sequences in a micro-batch that fit this rank's memory with a margin.
+
+        None if the estimate does not support the run.
+        """
+        if isinstance(self.work, UserError):
+            return None
+        limits = memory_limits(ctx)
+        assert limits.gpu is not None
+        own = replace(limits, gpu=int(ADVISED_SHARE * limits.gpu))
+        return largest_batch(self.work, self.strategy, own)
 
     def ways_to_fit(self, ctx: DistContext) -> list[str]:
         """Return lines of advice with estimated memory, for a run that ran out of memory.

@@ -12,6 +12,7 @@ from support.checkpoints import find
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
+from support.data.batches import sequences_of_ranks
 from support.memory.measure import MemoryByPhase
 from support.model.spec import ModelSpec
 from support.report.profiling import record_memory
@@ -44,7 +45,12 @@ def find_checkpoint(
 
 
 def plan_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> RunPlan:
-    """Return the memory estimate of the run, which advises a run whose memory runs out."""
+    """Return the memory estimate of the run, which advises a run whose memory runs out.
+
+    Raises:
+        UserError: --rank_shares does not fit the ranks.
+    """
+    sequences_of_ranks(settings.training, ctx)
     plan = RunPlan.of(settings, ctx, spec.config.to_dict(), spec.seq_length)
     ctx.monitor.advise_with(partial(plan.ways_to_fit, ctx))
     return plan

@@ -15,6 +15,7 @@ from support import console
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
 from support.errors import explain
+from support.files.json_types import JsonObject
 from support.report.metrics_file import MetricsFile, draw_losses
 from support.report.step_meter import StepMeter
 from support.report.trackers import Trackers
@@ -190,6 +191,13 @@ class StepLog:
             )
         if not state.finished:  # else it is drawn at the end of the run
             self._draw_losses()
+
+    def log_shares(self, record: JsonObject, text: str) -> None:
+        """Record which sequences of a micro-batch each rank computes from now on, and print it."""
+        self.flush()
+        console.print0(text)
+        if self.ctx.is_main:
+            self.file.append(record)
 
     def close(self) -> None:
         """End the progress bar, and complete metrics.jsonl and the files of other tools."""

@@ -22,12 +22,14 @@ from support.train_state import TrainState
 
 
 def loss_bytes(
-    objects: TrainingObjects, spec: ModelSpec, batch_size: int, compiled: bool, ctx: DistContext
+    objects: TrainingObjects, spec: ModelSpec, state: TrainState, compiled: bool, ctx: DistContext
 ) -> Callable[[], int]:
     """Return a function that returns the bytes which the loss keeps until its backward pass."""
-    tokens, vocabulary = batch_size * spec.seq_length, spec.text_config.vocab_size
+    vocabulary = spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
+        # Of the step that is measured, which is not counted yet.
+        tokens = state.sequences_of_ranks(state.step + 1)[ctx.rank] * spec.seq_length
         if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32
             return 4 * tokens * vocabulary
         if compiled and fits_in_graph(tokens, vocabulary, ctx.device.type):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from support.files.user_files import shown
+from support.rank_shares import AUTO
 
 Number = TypeVar("Number", int, float)
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
@@ -131,6 +132,16 @@ def some_of(known: str, synonyms: dict[str, str]) -> Callable[[str], tuple[str, 
         return tuple(dict.fromkeys(words))
 
     return parse
+
+
+def _share(text: str) -> float:
+    value = real(1e6)(text.strip())
+    return int(value) if value.is_integer() else value
+
+
+def shares(text: str) -> tuple[float, ...] | str:
+    """Parse the shares of the ranks, such as 3,2,1; or "auto"."""
+    return text if text == AUTO else tuple(map(_share, text.split(",")))
 
 
 reporters = some_of("tensorboard wandb", {"none": ""})

@@ -21,6 +21,13 @@ class TrainingSettings:
         "sequences per GPU in a batch of an evaluation (default: --batch_size)",
         metavar="N",
     )
+    rank_shares: tuple[float, ...] | str | None = flag(
+        None,
+        flag_types.shares,
+        "unequal GPUs: the share of each rank (or of the ranks of each node) in a micro-batch of "
+        "--batch_size × ranks, such as 3,2,1; auto: measure and choose (default: equal)",
+        metavar="LIST",
+    )
     gradient_accumulation_steps: int = flag(1, flag_types.batch, "micro-batches per optimizer step")
     auto_micro_batch: bool = switch(
         False, "if memory runs out at the start, halve --batch_size, double accumulation"

@@ -16,7 +16,14 @@ from support import PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
-    *(["startup"], ["commands", "planner"], ["report"], ["checkpoints"], ["model"], ["data"]),
+    *(
+        ["startup"],
+        ["commands", "planner"],
+        ["report"],
+        ["balance", "checkpoints"],
+        ["model"],
+        ["data"],
+    ),
     *(["cluster", "memory", "other_optimizers"], ["cli"], ["settings"], ["strategies"]),
     ["workload"],
     *(["files", "programs"], ["process"], ["errors"]),

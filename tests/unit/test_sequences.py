@@ -3,6 +3,7 @@ one order.
 """
 
 import gzip
+import itertools
 import json
 import os
 from fractions import Fraction
@@ -94,7 +95,7 @@ def test_packed_sequences_have_the_same_examples(pairs, tmp_path):
     ctx = SimpleNamespace(rank=0, world_size=1)
     for file, share in zip((plain, packed), shares, strict=True):
         order = file.epoch_order(0, 1)
-        steps = list(split_over_ranks(file, order, 4, 1, ctx))
+        steps = list(split_over_ranks(file, order, itertools.repeat([4]), 1, ctx))
         size = sum(step.micro_batches[0][0].shape[1] * 4 for step in steps[:-1])
         last = file.num_sequences - 4 * (len(steps) - 1)
         size += steps[-1].micro_batches[0][0].shape[1] * last

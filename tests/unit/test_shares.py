@@ -1,9 +1,16 @@
 """--rank_shares: the sequences of each rank."""
 
+import argparse
+
 import numpy as np
 import pytest
+import torch
 
-from support.rank_shares import divide
+from support.balance.balancer import GAIN, MEASURED, WARM_UP, Balancer, choose
+from support.balance.timer import ForwardTimer, modules_to_time
+from support.rank_shares import divide, of_each_rank
+from support.settings import flag_types
+from support.train_state import TrainState
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8, 17])
@@ -54,3 +61,96 @@ def test_a_short_micro_batch_has_no_more_sequences_of_a_rank_than_a_whole_one(ro
         short = divide(count, rows)
         assert all(few <= many for few, many in zip(short, rows, strict=True))
     assert divide(sum(rows), rows) == rows
+
+
+def test_shares_are_given_for_ranks_or_nodes():
+    assert of_each_rank(None, [0, 0]) == of_each_rank("auto", [0, 0]) == (1, 1)
+    assert of_each_rank((3, 1), [0, 0]) == (3, 1)
+    assert of_each_rank((3, 1), [0, 0, 1]) == (3, 3, 1)
+    for given in ((1, 2), (1, 2, 3, 4)):
+        with pytest.raises(ValueError):
+            of_each_rank(given, [0, 0, 0])
+
+
+@pytest.mark.parametrize("text", ["", "0,1", "-1,2", "2:1", "auto,1", "nan,1", "inf,1", "1,,2"])
+def test_shares_that_are_no_positive_numbers_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        flag_types.shares(text)
+    assert flag_types.shares("3, 1.5") == (3, 1.5)
+
+
+def test_the_ranks_choose_shares_that_end_together():
+    choice = choose([6, 6], [6.0, 12.0], None)
+    assert choice.sequences == [8, 4] and choice.gain == pytest.approx(1.5)
+    assert choose([8, 4], [8.0, 8.0], None).sequences == [8, 4]
+    assert choose([6, 6], [6.0, 6.5], None).gain < GAIN  # a difference that needs no change
+    # No more than fits the memory of a rank, but not fewer than it has computed.
+    assert choose([6, 6], [6.0, 60.0], [7, 12]).sequences == [7, 5]
+    assert choose([6, 6], [6.0, 60.0], [3, 12]).sequences == [6, 6]
+
+
+class Ranks:
+    """Two ranks, of which the other is `slower` times as slow."""
+
+    def __init__(self, slower: float):
+        self.slower, self.exchanged = slower, 0
+
+    def all_gather(self, seconds):
+        self.exchanged += 1
+        own, other = self.sequences
+        return [seconds * own, seconds * other * self.slower]
+
+
+class Timer:
+    """A timer that needs a second for a sequence."""
+
+    start = end_step = lambda self: None
+
+    def stop(self):
+        return 1.0
+
+
+def steps_of_a_run(slower: float, steps: int) -> tuple[Ranks, TrainState, list]:
+    ranks, reports = Ranks(slower), []
+    state = TrainState(steps, 10**6, global_batch=12)
+    state.rank_sequences = [{"from_step": 1, "sequences": [6, 6]}]
+    balancer = Balancer(ranks, state, Timer(), None, lambda *report: reports.append(report))
+    for _ in range(steps):
+        state.advance()
+        ranks.sequences = state.sequences_of_ranks(state.step)
+        balancer.after_step()
+    return ranks, state, reports
+
+
+def test_a_choice_is_used_two_steps_later_and_kept_while_it_fits():
+    """The batch of the next step has been read when the ranks choose."""
+    _, state, reports = steps_of_a_run(slower=2.0, steps=100)
+    [(record, text)] = reports
+    first = WARM_UP + MEASURED + 2
+    assert state.sequences_of_ranks(first - 1) == [6, 6]
+    assert state.sequences_of_ranks(first) == state.sequences_of_ranks(100) == [8, 4]
+    assert record["step"] == WARM_UP + MEASURED and record["rank_sequences"] == [8, 4]
+    assert f"from step {first} on" in text and "8 : 4" in text
+
+
+def test_equal_ranks_change_nothing_and_measure_ever_more_rarely():
+    ranks, state, reports = steps_of_a_run(slower=1.03, steps=1000)
+    assert state.sequences_of_ranks(1000) == [6, 6] and ranks.exchanged < 8
+    [(record, text)] = reports  # says once that they are equal
+    assert record["rank_sequences"] == [6, 6] and "keep 6 : 6" in text
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_timer_measures_training_and_leaves_no_hook(whole):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+    timer = ForwardTimer(modules_to_time(model, whole), torch.device("cpu"))
+    timer.start()
+    for _ in range(3):
+        model(torch.ones(2, 2))
+        timer.end_step()
+    with_hooks = [len(module._forward_hooks) for module in timer.modules]
+    model.eval()
+    model(torch.ones(2, 2))  # an evaluation is not timed, or the median would be of 4 steps
+    assert with_hooks == [1] * (1 if whole else 2)
+    assert timer.stop() > 0
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

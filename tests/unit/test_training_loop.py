@@ -166,9 +166,28 @@ def test_early_stopping_counts_evaluations_without_improvement():
 
 def test_a_resumed_run_continues_the_counters():
     settings = parse_arguments(["--batch_size", "4", "--max_steps", "6"])
+    one_rank = SimpleNamespace(world_size=1, node_of_rank=[0])
     state = state_of(tokens=64, training_seconds=1.0, first_loss=3.0, last_loss=2.0)
     state.advance()
-    saved = state.counters()
+    saved = state.counters() | {"rank_sequences": [{"from_step": 1, "sequences": [4]}]}
     assert saved["step"] == 1 and saved["samples"] == 4 and saved["tokens"] == 64
-    resumed = train_state(saved, SimpleNamespace(num_sequences=10), settings.training, 1)
+    resumed = train_state(saved, SimpleNamespace(num_sequences=10), settings.training, one_rank)
     assert resumed.counters() == saved and resumed.first_step == 1
+
+
+def test_a_resumed_run_repeats_the_shares_that_its_run_chose():
+    """Those of the next step and of later ones; with other ranks or shares it starts anew."""
+    two_ranks = SimpleNamespace(world_size=2, node_of_rank=[0, 0])
+    chosen = [{"from_step": 1, "sequences": [4, 4]}, {"from_step": 7, "sequences": [6, 2]}]
+
+    def resumed(ctx, *flags):
+        training = parse_arguments(["--batch_size", "4", "--max_steps", "9", *flags]).training
+        counters = {**state_of(step=5).counters(), "rank_sequences": chosen}
+        return train_state(counters, SimpleNamespace(num_sequences=99), training, ctx)
+
+    next_steps = resumed(two_ranks, "--rank_shares", "auto").sequences_of_next_steps()
+    assert [next(next_steps) for _ in range(3)] == [[4, 4], [6, 2], [6, 2]]
+    for flags, expected in (((), [4, 4]), (("--rank_shares", "1,3"), [2, 6])):
+        assert resumed(two_ranks, *flags).sequences_of_ranks(9) == expected
+    three_ranks = SimpleNamespace(world_size=3, node_of_rank=[0, 0, 0])
+    assert resumed(three_ranks, "--rank_shares", "auto").sequences_of_ranks(9) == [4, 4, 4]

@@ -1,0 +1,131 @@
+"""When the ranks measure how fast they compute, and which shares they choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from support.balance.timer import ForwardTimer
+from support.cluster.context import DistContext
+from support.files.json_types import JsonObject
+from support.rank_shares import divide
+from support.train_state import RankSequences, TrainState
+
+WARM_UP = 3  # first steps of a process, which are slow: they compile, and allocate memory
+MEASURED = 5  # steps of a measurement
+FIRST_PAUSE, LONGEST_PAUSE = 20, 640  # steps between measurements: doubled if nothing changes
+GAIN = 1.05  # the slowest rank must become faster by this factor
+
+
+class Choice(NamedTuple):
+    """The result of a measurement."""
+
+    sequences: list[int]  # of each rank in a micro-batch
+    seconds: list[float]  # of each rank, for the forward passes of one of its sequences
+    gain: float  # seconds of the slowest rank with equal work before / with these sequences
+
+
+def choose(
+    sequences: Sequence[int], seconds: Sequence[float], at_most: Sequence[int] | None
+) -> Choice:
+    """Choose the sequences of each rank that minimize the time of the slowest rank.
+
+    Args:
+        sequences: of each rank in a micro-batch until now.
+        seconds: that each rank has computed them.
+        at_most: the sequences that fit the memory of each rank; None: not known.
+    """
+    each = [time / count for time, count in zip(seconds, sequences, strict=True)]
+    most = at_most and [*map(max, at_most, sequences)]  # the present ones have fitted
+    chosen = divide(sum(sequences), [1 / time for time in each], at_least=1, at_most=most)
+    after = max(count * time for count, time in zip(chosen, each, strict=True))
+    return Choice([*chosen], each, max(seconds) / after)
+
+
+class Balancer:
+    """Chooses the shares of the ranks in a run with --rank_shares auto; otherwise does nothing.
+
+    The ranks measure the same steps, exchange the times, and compute the same choice.
+    """
+
+    def __init__(
+        self,
+        ctx: DistContext,
+        state: TrainState,
+        timer: ForwardTimer | None,
+        at_most: list[int] | None,
+        report: Callable[[JsonObject, str], None],
+    ) -> None:
+        """Create the balancer of a run.
+
+        Args:
+            timer: None without --rank_shares auto.
+            at_most: the sequences of a micro-batch that fit the memory of each rank; None: not
+                known.
+            report: logs a record of metrics.jsonl and prints a line about it.
+        """
+        self._ctx, self._state, self._timer = ctx, state, timer
+        self._at_most, self._report = at_most, report
+        self._measured = False  # at least once
+        self._pause = FIRST_PAUSE
+        self._start = state.step + WARM_UP  # the step after which the next measurement starts
+
+    def after_step(self) -> None:
+        """Measure, and change the shares of later steps if that makes the ranks faster.
+
+        Every rank calls it after each step, before a checkpoint, which contains the choice.
+        """
+        if self._timer is None:
+            return
+        step = self._state.step
+        if step == self._start:
+            self._timer.start()
+        elif self._start < step < self._start + MEASURED:
+            self._timer.end_step()
+        elif step == self._start + MEASURED:
+            self._adopt(self._timer.stop())
+
+    def _adopt(self, seconds: float) -> None:
+        """Exchange the times of the ranks, and choose."""
+        state = self._state
+        before = state.sequences_of_ranks(state.step)
+        choice = choose(before, self._ctx.all_gather(seconds), self._at_most)
+        changes = choice.gain >= GAIN
+        if changes:
+            # The batch of the next step has already been read.
+            later: RankSequences = {"from_step": state.step + 2, "sequences": choice.sequences}
+            state.rank_sequences.append(later)
+        if changes or not self._measured:
+            self._report(*description(state.step, before, choice, changes))
+        self._measured = True
+        self._pause = FIRST_PAUSE if changes else min(2 * self._pause, LONGEST_PAUSE)
+        self._start = state.step + 2 + self._pause
+
+
+def description(
+    step: int, before: list[int], choice: Choice, changes: bool
+) -> tuple[JsonObject, str]:
+    """Return a measurement as a record of metrics.jsonl, and as a line.
+
+    Args:
+        step: the one after which the ranks chose.
+        before: the sequences of each rank in a micro-batch until then.
+        changes: whether the ranks adopt the choice.
+    """
+    fastest = min(choice.seconds)
+    ratios = ", ".join(f"{time / fastest:.2f}" for time in choice.seconds)
+    measured = f"for one sequence the ranks need {ratios} times as long as the fastest"
+    after = choice.sequences if changes else before
+    text = f"the ranks keep {_shown(before)} sequences of a micro-batch: {measured}"
+    if changes:
+        text = (
+            f"from step {step + 2} on the ranks compute {_shown(after)} sequences of a "
+            f"micro-batch, not {_shown(before)}: {measured}. The slowest rank then computes "
+            f"{choice.gain:.2f} × as fast"
+        )
+    record = {"step": step, "rank_sequences": after, "rank_seconds_per_sequence": choice.seconds}
+    return record, f"⚖️  --rank_shares auto: {text}."
+
+
+def _shown(sequences: list[int]) -> str:
+    return " : ".join(map(str, sequences))
