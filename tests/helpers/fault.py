@@ -14,6 +14,7 @@
     cut:RANK:N         as that rank reads its N-th micro-batch, half of each train.bin under --cache_dir is lost
     oom:N              at its N-th micro-batch every rank has used all the memory it may have, to the last MB
     oom_above:RANK:N   that rank runs out of memory at each micro-batch of more than N sequences
+    slow:RANK:SECONDS  that rank needs so many more seconds for each sequence
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of
     a checkpoint is written
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
@@ -161,6 +162,15 @@ def plant(kind: str, values: list[str]) -> None:
             return fill_up(file, indices, rows)
 
         wrap(data, "fill_up", run_out)
+    elif kind == "slow":
+        import torch.nn.functional as F
+
+        def sleep(number, embed, ids, *args, **kwargs):
+            if os.environ["RANK"] == values[0]:
+                time.sleep(len(ids) * float(values[1]))
+            return embed(ids, *args, **kwargs)
+
+        wrap(F, "embedding", sleep)
     elif kind == "kill_saving":
         from support.checkpoints import format as checkpoint_format
         from support.checkpoints import saving as tensors
