@@ -4,6 +4,7 @@
     python scripts/plan_memory.py --model gpt2-xl --gpus 4 --gpu_memory 16
     python scripts/plan_memory.py --model path/to/config.json --gpus 8 --seq_length 4096
     python scripts/plan_memory.py --config recipes/gpt2_xl_zero3.yaml --gpus 4 --gpu_memory 16
+    python scripts/plan_memory.py --model gpt2 --gpu_memory 16,12,8 --gpu_speeds 1,0.7,0.5
 
 It prints which strategies fit, and the command to run the simplest of them; with --explain every
 term of the estimate. --config plans a run file, and answers for its strategy. Without --gpu_memory
@@ -22,6 +23,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,8 +36,8 @@ if __name__ == "__main__":
 from support.cli.parser import Options
 from support.errors import EXIT_COMPLETED, EXIT_FAILED
 from support.memory import fit
-from support.memory.estimate import CUDA_CONTEXT, predict_all, supporting
-from support.memory.fit import Limits
+from support.memory.estimate import CUDA_CONTEXT, supporting
+from support.memory.fit import Limits, Room
 from support.planner import command, flags, text
 from support.planner.workload import read_workload
 from support.report import cost
@@ -47,23 +49,23 @@ from support.workload.workload import Workload
 
 def main() -> int:
     """Read the arguments, and print the answer; return the exit code."""
-    args, work, limits = read_workload(flags.read_flags(flags.build_parser(__doc__)))
-    return (solve if args.solve else plan)(args, work, limits)
+    args, work, room = read_workload(flags.read_flags(flags.build_parser(__doc__)))
+    return (solve if args.solve else plan)(args, work, room)
 
 
-def plan(args: Options, work: Workload, limits: Limits) -> int:
+def plan(args: Options, work: Workload, room: Room) -> int:
     """Print the memory estimate of every strategy, and a command; return the exit code."""
-    needs = predict_all(work)
-    fits = {need.strategy: limits.hold(need) for need in needs}
-    chosen, changed = fit.recommend(work, limits)
+    needs = [room.estimate(work, strategy) for strategy in supporting(work)]
+    fits = {need.strategy: room.fits(work, need.strategy) for need in needs}
+    chosen, changed = fit.recommend(work, room)
     if of_file := fits.get(args.strategy):
         chosen, changed = next(n for n in needs if n.strategy == args.strategy), work
     command_line = spent = None
     if chosen:
-        command_line = command.command_of(args, changed, chosen.strategy, limits)
+        command_line = command.command_of(args, changed, chosen.strategy, room)
         if cost.is_planned(args):
             own_flags = command.flags_of(args, changed, chosen.strategy)
-            spent = cost.cost_of(args, changed, chosen, own_flags)
+            spent = cost.cost_of(args, changed, chosen, own_flags, room)
     code = EXIT_COMPLETED if chosen and (of_file or not args.config) else EXIT_FAILED
     if args.json:
         own = {"file": args.config, "strategy": args.strategy, "fits": bool(of_file)}
@@ -72,7 +74,7 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
             "parameters": work.model.total,
             "gpus": args.gpus,
             "cuda_context_bytes": CUDA_CONTEXT,
-            "strategies": [text.as_dict(work, need, limits) for need in needs],
+            "strategies": [text.as_dict(work, need, room) for need in needs],
             **({"config": own} if args.config else {}),
             "recommended": chosen.strategy if chosen else None,
             "command": command_line,
@@ -80,7 +82,7 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
         }
         print(json.dumps(answer, indent=2))
         return code
-    print(text.as_text(args, work, limits, needs))
+    print(text.as_text(args, work, room, needs))
     if args.config and not of_file:
         print(f"❌ {args.config}: {args.strategy} does not fit.")
     if chosen is None:
@@ -92,24 +94,25 @@ def plan(args: Options, work: Workload, limits: Limits) -> int:
     used = getattr(chosen, "peak" if args.gpu_memory else "total") / GB
     use = f"Use {chosen.strategy}, the simplest strategy that fits"
     print(f"{f'{args.config}: {chosen.strategy} fits' if of_file else use} ({used:.1f} GB):")
-    print(f"\n    {command_line}" + (f"\n\n{cost.as_text(*spent)}" if spent else ""))
+    print(f"\n    {command_line}\n{text.about_shares(changed, chosen.strategy, room)}", end="")
+    print(f"\n{cost.as_text(*spent)}\n" if spent else "", end="")
     return code
 
 
-def solve(args: Options, work: Workload, limits: Limits) -> int:
+def solve(args: Options, work: Workload, room: Room) -> int:
     """Print the answer of each strategy to --solve; return the exit code."""
-    search: Callable[..., int | None] = fit.largest_batch
+    search: Callable[[Workload, str], int | None] = room.largest_batch
     header = "largest batch"
-    if args.solve == "gpus":
-        search, header = fit.fewest_gpus, "fewest GPUs"
-        limits = replace(limits, ranks_per_node=args.gpus_per_node or 8)
+    if args.solve == "gpus" and isinstance(room, Limits):
+        limits = replace(room, ranks_per_node=args.gpus_per_node or 8)
+        search, header = partial(fit.fewest_gpus, limits=limits), "fewest GPUs"
     supported = supporting(work)
-    answers = {name: search(work, name, limits) for name in PREFERENCE if name in supported}
+    answers = {name: search(work, name) for name in PREFERENCE if name in supported}
     if args.json:
         print(json.dumps({"solve": args.solve, "answers": answers}, indent=2))
     else:
         rows = [(strategy, str(answer or "nothing fits")) for strategy, answer in answers.items()]
-        print(f"{text.title(args, work, limits)}\n\n{text_table(rows, ('strategy', header))}")
+        print(f"{text.title(args, work, room)}\n\n{text_table(rows, ('strategy', header))}")
     return EXIT_COMPLETED if any(answers.values()) else EXIT_FAILED
 
 

@@ -6,9 +6,10 @@ Also advice for a run that ran out of memory.
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from support.errors import UserError
 from support.memory.estimate import MemoryEstimate, predict, supporting
@@ -18,6 +19,33 @@ from support.units import GB
 from support.workload.workload import Workload
 
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
+
+
+class Room(Protocol):
+    """The memory of all ranks: `Limits` if they are equal, else `unequal.UnequalGpus`."""
+
+    @property
+    def gpu(self) -> int | None:
+        """Bytes of the first GPU."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks on one node."""
+
+    def estimate(self, work: Workload, strategy: str) -> MemoryEstimate:
+        """Return the memory estimate of the rank that is closest to its limit."""
+
+    def fits(self, work: Workload, strategy: str) -> bool:
+        """Return whether every rank fits."""
+
+    def largest_batch(self, work: Workload, strategy: str) -> int:
+        """Return the largest --batch_size up to 65,536 that fits; 0 if none does."""
+
+    def rank_shares(self, work: Workload, strategy: str) -> tuple[int, ...] | None:
+        """Return the sequences of each rank in a micro-batch; None: as many for each rank."""
+
+    def pace(self, work: Workload, strategy: str) -> float:
+        """Return the speed of a step, relative to equal shares on GPUs of speed 1."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +66,27 @@ class Limits:
             and (self.nvme is None or need.nvme * self.ranks_per_node <= self.nvme)
         )
 
+    def estimate(self, work: Workload, strategy: str) -> MemoryEstimate:
+        """Return the memory estimate of a rank."""
+        return predict(work, strategy)
 
-def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Workload]:
+    def fits(self, work: Workload, strategy: str) -> bool:
+        """Return whether a rank fits."""
+        return self.hold(predict(work, strategy))
+
+    def largest_batch(self, work: Workload, strategy: str) -> int:
+        """Return the sequences of the largest micro-batch up to 65,536 that fits; 0 if none."""
+        return most_sequences(work, strategy, self.hold)
+
+    def rank_shares(self, work: Workload, strategy: str) -> None:
+        """Return None: as many sequences for each rank."""
+
+    def pace(self, work: Workload, strategy: str) -> float:
+        """Return 1: the ranks are equal."""
+        return 1.0
+
+
+def recommend(work: Workload, room: Room) -> tuple[MemoryEstimate | None, Workload]:
     """Choose the first strategy that fits, if necessary with changes of the workload.
 
     The changes are smaller micro-batches, then gradient checkpointing, then both. Strategies that
@@ -55,21 +102,24 @@ def recommend(work: Workload, limits: Limits) -> tuple[MemoryEstimate | None, Wo
         supported = [strategy for strategy in strategies if strategy in all_supported]
         for changed in (work,) if work.gradient_checkpointing else (work, checkpointing):
             for strategy in supported:
-                if limits.hold(need := predict(changed, strategy)):
-                    return need, changed
+                if room.fits(changed, strategy):
+                    return room.estimate(changed, strategy), changed
             for strategy in supported:
-                if split := fitting_split(changed, strategy, limits.hold):
-                    return predict(split, strategy), split
+                for split in splits(changed):
+                    if room.fits(split, strategy):
+                        return room.estimate(split, strategy), split
     return None, work
 
 
-def largest_batch(work: Workload, strategy: str, limits: Limits) -> int:
-    """Return the sequences of the largest micro-batch up to 65,536 that fits; 0 if none does."""
+def most_sequences(
+    work: Workload, strategy: str, holds: Callable[[MemoryEstimate], bool], most: int = 2**16
+) -> int:
+    """Return the sequences, at most `most`, of the largest micro-batch of a rank that fits."""
 
     def exceeds(size: int) -> bool:
-        return not limits.hold(predict(replace(work, batch_size=size), strategy))
+        return not holds(predict(replace(work, batch_size=size), strategy))
 
-    return bisect_left(range(1, 2**16 + 1), True, key=exceeds)
+    return bisect_left(range(1, most + 1), True, key=exceeds)
 
 
 def fewest_gpus(work: Workload, strategy: str, limits: Limits) -> int | None:
@@ -88,13 +138,15 @@ def fitting_split(
     work: Workload, strategy: str, holds: Callable[[MemoryEstimate], bool]
 ) -> Workload | None:
     """Return the same step in the largest micro-batches that fit, or None."""
+    return next((split for split in splits(work) if holds(predict(split, strategy))), None)
+
+
+def splits(work: Workload) -> Iterator[Workload]:
+    """Yield the same step in equal micro-batches, the largest first."""
     batch = work.batch_size
     small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
     for size in sorted({*small, *(batch // n for n in small)}, reverse=True):
-        split = replace(work, batch_size=size, accumulation=work.accumulation * batch // size)
-        if holds(predict(split, strategy)):
-            return split
-    return None
+        yield replace(work, batch_size=size, accumulation=work.accumulation * batch // size)
 
 
 def host_memory() -> int:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from support.cli.parser import Options
-from support.memory import fit
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate
-from support.memory.fit import Limits
+from support.memory.fit import Room
+from support.memory.unequal import UnequalGpus
 from support.text_tables import text_table
 from support.units import GB
 from support.workload.activations import STEP
@@ -17,43 +17,81 @@ UNCONFIRMED = (
     "The output layer shares the embedding's weight, as config.json says. The weights are not on\n"
     "this machine: if they have an output layer that differs, a run trains it as well."
 )
+UNEQUAL = (
+    "Sequences: of each rank in a micro-batch. Memory: of the rank closest to its limit.\n"
+    "The speed-up over equal shares does not include communication and the update."
+)
 ON_CPU = "A process also holds Python, the libraries, and memory that it keeps for reuse."
 
 
-def as_text(args: Options, work: Workload, limits: Limits, needs: list[MemoryEstimate]) -> str:
+def as_text(args: Options, work: Workload, room: Room, needs: list[MemoryEstimate]) -> str:
     """Return the memory estimates of all strategies as a table, with what it leaves out."""
     header, size = ("peak", "peak") if args.gpu_memory else ("process", "total")
-    rows = [(n.strategy, in_gb(getattr(n, size)), fits_how(work, n, limits)) for n in needs]
-    parts = [f"{title(args, work, limits)}\n\n{text_table(rows, ('strategy', header, 'fits'))}"]
+    rows, headers = [], ["strategy", header, "fits"]
+    for need in needs:
+        fits, fitting = fits_how(work, need.strategy, room)
+        rows.append([need.strategy, in_gb(getattr(need, size)), fits])
+        if isinstance(room, UnequalGpus):
+            rows[-1] += of_ranks(fitting, need.strategy, room)
+    headers += ["sequences", "speed-up"] if isinstance(room, UnequalGpus) else []
+    parts = [f"{title(args, work, room)}\n\n{text_table(rows, headers)}"]
+    parts += [UNEQUAL] if isinstance(room, UnequalGpus) else []
     parts += [explain(need) for need in needs if args.explain]
     parts += [UNCONFIRMED] if work.model.embedding.unconfirmed else []
     what = "GB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout."
     return "\n\n".join([*parts, f"{what}\n{ON_GPU if args.gpu_memory else ON_CPU}"])
 
 
-def title(args: Options, work: Workload, limits: Limits) -> str:
+def title(args: Options, work: Workload, room: Room) -> str:
     """Describe the workload in two lines."""
     options = f" × {work.accumulation} micro-batches" if work.accumulation > 1 else ""
     options += ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
         options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
-    memory = args.gpu_memory or round((limits.gpu or 0) / GB, 1)
+    sizes = args.gpu_memory or [round((room.gpu or 0) / GB, 1)]
+    memory = ", ".join(f"{size:g}" for size in sizes)
+    if args.gpu_speeds:
+        options += "; speeds " + ", ".join(f"{speed:g}" for speed in args.gpu_speeds)
     return (
         f"{args.model} ({work.model.total / 1e6:,.1f}M parameters) on {args.gpus} x "
-        f"{'GPU' if args.gpu_memory else 'CPU process'} of {memory:g} GB:\n"
+        f"{'GPU' if args.gpu_memory else 'CPU process'} of {memory} GB:\n"
         f"{args.precision}, {args.batch_size} sequences of {args.seq_length} tokens each{options}"
     )
 
 
-def fits_how(work: Workload, need: MemoryEstimate, limits: Limits) -> str:
-    """Describe whether a strategy fits, if necessary with a smaller batch and checkpointing."""
-    if limits.hold(need):
-        return "yes"
-    if batch := fit.largest_batch(work, need.strategy, limits):
-        return f"with batch {batch}"
+def fits_how(work: Workload, strategy: str, room: Room) -> tuple[str, Workload | None]:
+    """Describe whether a strategy fits, if necessary with a smaller batch and checkpointing.
+
+    Returns:
+        The description, and the workload that fits, or None.
+    """
+    if room.fits(work, strategy):
+        return "yes", work
+    if batch := room.largest_batch(work, strategy):
+        return f"with batch {batch}", replace(work, batch_size=batch)
     checkpointing = replace(work, gradient_checkpointing=True)
-    batch = fit.largest_batch(checkpointing, need.strategy, limits)
-    return f"checkpointing, batch {min(batch, work.batch_size)}" if batch else "no"
+    if batch := min(room.largest_batch(checkpointing, strategy), work.batch_size):
+        return f"checkpointing, batch {batch}", replace(checkpointing, batch_size=batch)
+    return "no", None
+
+
+def about_shares(work: Workload, strategy: str, room: Room) -> str:
+    """Return a line about the sequences of unequal GPUs, and the speed-up; "" if all are equal."""
+    if not isinstance(room, UnequalGpus):
+        return ""
+    shares, speed_up = of_ranks(work, strategy, room)
+    rank, _ = room.closest(work, strategy)
+    gain = f"{speed_up} the speed of equal shares" if speed_up.endswith("x") else speed_up
+    return f"\nSequences of the ranks: {shares} ({gain}). Rank {rank} is closest to its limit.\n"
+
+
+def of_ranks(fitting: Workload | None, strategy: str, room: UnequalGpus) -> list[str]:
+    """Return the sequences of each rank, and the speed-up over equal shares, as text."""
+    if fitting is None:
+        return ["—", "—"]
+    shares = ",".join(map(str, room.rank_shares(fitting, strategy) or ()))
+    speed_up = room.speed_up(fitting, strategy)
+    return [shares, f"{speed_up:.2f}x" if speed_up else "equal shares do not fit"]
 
 
 def explain(need: MemoryEstimate) -> str:
@@ -70,16 +108,21 @@ def explain(need: MemoryEstimate) -> str:
     return f"{table}\nThe peak is in: {need.phase_of_peak()}. {sent}"
 
 
-def as_dict(work: Workload, need: MemoryEstimate, limits: Limits) -> dict:
+def as_dict(work: Workload, need: MemoryEstimate, room: Room) -> dict:
     """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
     checkpointing = replace(work, gradient_checkpointing=True)
+    unequal = {}
+    if isinstance(room, UnequalGpus):
+        shares, speed_up = (f(work, need.strategy) for f in (room.rank_shares, room.speed_up))
+        unequal = {"rank_shares": shares, "speed_up": speed_up}
     return {
         "strategy": need.strategy,
         **{f"{name}_bytes": size for name, size in need.sizes().items()},
         "total_bytes": need.total,
-        "fits": limits.hold(need),
-        "largest_batch": fit.largest_batch(work, need.strategy, limits),
-        "largest_batch_with_checkpointing": fit.largest_batch(checkpointing, need.strategy, limits),
+        "fits": room.fits(work, need.strategy),
+        "largest_batch": room.largest_batch(work, need.strategy),
+        "largest_batch_with_checkpointing": room.largest_batch(checkpointing, need.strategy),
+        **unequal,
         "terms": [term._asdict() for term in need.terms],
     }
 

@@ -6,7 +6,8 @@ from support.cli.parser import Options
 from support.errors import UserError
 from support.gpu_generations import HOPPER, TURING
 from support.memory.find_architecture import find_architecture
-from support.memory.fit import Limits, host_memory
+from support.memory.fit import Limits, Room, host_memory
+from support.memory.unequal import UnequalGpus
 from support.report import cost
 from support.settings.data import choose_seq_length
 from support.units import GB
@@ -14,18 +15,13 @@ from support.workload.architectures import name_on_hub
 from support.workload.workload import Device, Kernels, Workload, adapters
 
 
-def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
+def read_workload(args: Options) -> tuple[Options, Workload, Room]:
     """Return the arguments with the defaults of --gpus and --seq_length, the workload and limits.
 
     Raises:
         UserError: flags do not fit together, or the model cannot be planned.
     """
-    if args.nodes and args.gpus:
-        raise UserError("--nodes and --gpus set the same number: leave one out.")
-    gpus = args.nodes * (args.gpus_per_node or 8) if args.nodes else args.gpus or 1
-    per_node = min(args.gpus_per_node or 8, gpus)
-    if gpus % per_node:
-        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {per_node}: set it.")
+    gpus, per_node = number_of_gpus(args)
     for flag in ("lora_targets", "load_in_4bit"):
         if getattr(args, flag) and not args.lora_r:
             raise UserError(f"--{flag} needs --lora_r.")
@@ -49,10 +45,47 @@ def read_workload(args: Options) -> tuple[Options, Workload, Limits]:
         kernels=Kernels(not args.no_fused_gelu, args.isolate_documents, args.compile),
         optimizer=args.optim,
     )
-    memory = (args.gpu_memory, args.host_memory, args.nvme_free)
-    gpu, host, nvme = (None if size is None else int(size * GB) for size in memory)
-    if gpu is None:
+    host, nvme = (
+        None if size is None else int(size * GB) for size in (args.host_memory, args.nvme_free)
+    )
+    if args.gpu_memory:
+        limits = [Limits(int(size * GB), host, nvme, per_node) for size in args.gpu_memory]
+    else:
         # The processes of a node share its memory; it includes what offload keeps in it.
-        gpu, host = (host or host_memory()) // per_node, None
+        limits = [Limits((host or host_memory()) // per_node, None, nvme, per_node)]
         work = replace(work, device=Device("cpu"))
-    return args, work, Limits(gpu, host, nvme, per_node)
+    if not is_unequal(args):
+        return args, work, limits[0]
+    of_each = limits if len(limits) == gpus else limits * gpus
+    return args, work, UnequalGpus(tuple(of_each), args.gpu_speeds or (1.0,) * gpus)
+
+
+def is_unequal(args: Options) -> bool:
+    """Return whether memory or speed is given for each GPU."""
+    return bool(args.gpu_speeds) or len(args.gpu_memory or ()) > 1
+
+
+def number_of_gpus(args: Options) -> tuple[int, int]:
+    """Return the number of GPUs, and of those of one node.
+
+    Raises:
+        UserError: two flags have different numbers.
+    """
+    if args.nodes and args.gpus:
+        raise UserError("--nodes and --gpus set the same number: leave one out.")
+    gpus = args.nodes * (args.gpus_per_node or 8) if args.nodes else args.gpus
+    lists = {flag: getattr(args, flag) or () for flag in ("gpu_memory", "gpu_speeds")}
+    counts = {flag: len(values) for flag, values in lists.items()}
+    several = [flag for flag, count in counts.items() if count > 1]
+    if (several or counts["gpu_speeds"]) and args.solve == "gpus":
+        raise UserError("--solve gpus needs equal GPUs: give one --gpu_memory, no --gpu_speeds.")
+    gpus = gpus or max(1, *counts.values())
+    # One size of memory is that of every GPU.
+    for flag in dict.fromkeys([*several, *(["gpu_speeds"] if counts["gpu_speeds"] else [])]):
+        if counts[flag] != gpus:
+            given = f"--{flag} has {counts[flag]} value{'s' if counts[flag] > 1 else ''}"
+            raise UserError(f"{given} for {gpus} GPUs: give one for each GPU.")
+    per_node = min(args.gpus_per_node or 8, gpus)
+    if gpus % per_node:
+        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {per_node}: set it.")
+    return gpus, per_node

@@ -8,6 +8,7 @@ import math
 import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +19,12 @@ from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import TrainingError, UserError
 from support.files.json_types import JsonObject
 from support.files.user_files import read_user_json, shown
-from support.memory.estimate import MemoryEstimate
+from support.memory.estimate import MemoryEstimate, predict, supporting
+from support.memory.fit import Room
 from support.report.peak_flops import find_by_short_name, flops_per_token
 from support.report.recorded_run import last_error
 from support.strategies.deepspeed.options import lookup
+from support.strategies.table import PREFERENCE
 from support.text_tables import text_table
 from support.units import GB, human_rate
 from support.workload.workload import Workload
@@ -34,6 +37,8 @@ MTBF_HOURS = 50_000
 STARTUP_SECONDS = 120  # from the start of a job to the end of its first step, if not measured
 # Between a signal and the save: the running step, one in which the ranks agree, on a GPU one more.
 STEPS_TO_STOP = 3
+NETWORK_SHARE = 1 / 3  # of a step: with more, a larger accumulation is worth its global batch
+MOST_MICRO_BATCHES = 2**20  # of --gradient_accumulation_steps
 WORK, RATE = ("tokens", "max_steps"), ("measure", "results", "device")
 NEEDS = {"epochs": "tokens", "mfu": "device", "save_seconds": "time_limit", "mtbf": "time_limit"}
 
@@ -52,7 +57,7 @@ class Row(NamedTuple):
     """One number of the cost, the number as text, and where it is from."""
 
     name: str
-    value: float
+    value: float | str | None
     text: str
     source: str
 
@@ -86,13 +91,14 @@ def is_planned(args: Options) -> bool:
 
 
 def cost_of(
-    args: Options, work: Workload, need: MemoryEstimate, flags: list[str]
+    args: Options, work: Workload, need: MemoryEstimate, flags: list[str], room: Room
 ) -> tuple[list[Row], str]:
     """Return the cost of a planned run, and a warning or "".
 
     Args:
         need: the memory estimate of the run's strategy, which has the bytes that a rank sends.
         flags: those of real_model_example.py for the run, for --measure.
+        room: the memory and the speeds of the ranks.
     Raises:
         UserError: --results names no run of this work, or a value is missing.
     """
@@ -104,10 +110,15 @@ def cost_of(
             measure(args, flags, work) if args.measure else read_completed_run(args.results)
         )
         rate = measured_rate(args, name, results, work, need.strategy)
+    rate = at_pace(rate, room.pace(work, need.strategy))
+    network: list[Row] = []
+    if args.bandwidth and need.sent:
+        network = network_rows(rate, work, need.strategy, args.bandwidth, room)
     if args.bandwidth:
         rate = on_network(rate, work, need.sent, args.bandwidth)
-    rows = time_rows(args, work, rate)
-    by_rate, gpu_hours = f"{rate.source} rate", rows[-1].value
+    rows, gpu_hours, steps = time_rows(args, work, rate)
+    rows += network
+    by_rate = f"{rate.source} rate"
     if args.price:
         price, source = gpu_hours * args.price, f"{by_rate}, given: {args.price:g} per GPU-hour"
         rows.append(Row("price", price, f"${price:,.2f}", source))
@@ -117,12 +128,12 @@ def cost_of(
         rows.append(Row("energy_kwh", energy, f"{human_rate(energy)} kWh", source))
     if args.time_limit:
         seconds = 3600 * gpu_hours / work.world_size
-        rows += slurm_rows(args, work.world_size, seconds, rows[1].value, results)
+        rows += slurm_rows(args, work.world_size, seconds, steps, results)
     return rows, rate.warning
 
 
-def time_rows(args: Options, work: Workload, rate: Rate) -> list[Row]:
-    """Return the rows about the tokens, steps, rate, hours and GPU-hours of a run."""
+def time_rows(args: Options, work: Workload, rate: Rate) -> tuple[list[Row], float, int]:
+    """Return the rows about tokens, steps, rate and time of a run, its GPU-hours and its steps."""
     batch = work.batch_size * work.accumulation * work.world_size
     tokens, steps = amount_of_work(args, batch, rate.length)
     gpu_hours = tokens / rate.tokens_per_second / 3600
@@ -130,13 +141,17 @@ def time_rows(args: Options, work: Workload, rate: Rate) -> list[Row]:
     given = " and ".join(f"--{flag}" for flag in (*WORK, "epochs") if getattr(args, flag))
     step = f"computed: {batch:,} sequences of {rate.length:,.0f} tokens per step"
     speed, of_rate = rate.tokens_per_second, f"{rate.source}: {rate.basis}"
-    return [
-        Row("tokens", tokens, f"{tokens:,}", f"given: {given}"),
-        Row("steps", steps, f"{steps:,}", step),
-        Row("tokens_per_second_per_gpu", speed, f"{speed:,.0f}", of_rate),
-        Row("hours", hours, human_time(3600 * hours), by_rate),
-        Row("gpu_hours", gpu_hours, f"{human_rate(gpu_hours)} GPU-hours", by_rate),
-    ]
+    return (
+        [
+            Row("tokens", tokens, f"{tokens:,}", f"given: {given}"),
+            Row("steps", steps, f"{steps:,}", step),
+            Row("tokens_per_second_per_gpu", speed, f"{speed:,.0f}", of_rate),
+            Row("hours", hours, human_time(3600 * hours), by_rate),
+            Row("gpu_hours", gpu_hours, f"{human_rate(gpu_hours)} GPU-hours", by_rate),
+        ],
+        gpu_hours,
+        steps,
+    )
 
 
 def amount_of_work(args: Options, global_batch: int, length: float) -> tuple[int, int]:
@@ -186,14 +201,14 @@ def measured_rate(
         "precision": work.precision,
     }
     ranks, gpu, warning = results["world_size"], lookup(results, "hardware.gpu"), ""
-    if args.bandwidth:
+    if is_of_one_rank(args):
         must_match["world_size"] = 1
     if different := differences(results, must_match):
         run = f"{place} is a run of {shown(results.get('model'))}"
         raise UserError(f"{run}; the plan needs one that does not differ in {different}.")
     may_differ = {
         "strategy": strategy,
-        "world_size": ranks if args.bandwidth else work.world_size,
+        "world_size": ranks if is_of_one_rank(args) else work.world_size,
         "batch_size": work.batch_size,
         "gradient_accumulation_steps": work.accumulation,
         "gradient_checkpointing": work.gradient_checkpointing,
@@ -208,6 +223,24 @@ def measured_rate(
     return Rate(speed, "measured", basis, warning, length)
 
 
+def is_of_one_rank(args: Options) -> bool:
+    """Return whether the rate must be that of one rank: the plan adds what several ranks change."""
+    return bool(args.bandwidth or args.gpu_speeds or len(args.gpu_memory or ()) > 1)
+
+
+def at_pace(rate: Rate, pace: float) -> Rate:
+    """Return the average rate of unequal ranks, of which the slowest determines a step.
+
+    Args:
+        rate: of a rank of speed 1.
+        pace: as `Room.pace`.
+    """
+    if pace == 1:
+        return rate
+    basis = f"{rate.basis}, of a GPU of speed 1; {pace:.2f} x that on average"
+    return rate._replace(tokens_per_second=pace * rate.tokens_per_second, basis=basis)
+
+
 def on_network(rate: Rate, work: Workload, sent: int, bandwidth: float) -> Rate:
     """Return the rate with the time of communication added to each step, without any overlap.
 
@@ -220,6 +253,82 @@ def on_network(rate: Rate, work: Workload, sent: int, bandwidth: float) -> Rate:
     step = tokens / rate.tokens_per_second + sending
     part = f"sending takes {sending / step:.0%} of {human_time(step)}"
     return rate._replace(tokens_per_second=tokens / step, basis=f"{rate.basis}; {part}")
+
+
+def network_rows(
+    rate: Rate, work: Workload, strategy: str, bandwidth: float, room: Room
+) -> list[Row]:
+    """Return the rows about the accumulation with which the network takes less than a third.
+
+    If a strategy reaches it at no accumulation, or does not fit with it, a row names another one
+    that sends once per step and fits.
+
+    Args:
+        rate: without the network.
+        bandwidth: GB (2^30 bytes) that a rank sends per second.
+    """
+    name, number = "accumulation_for_network", enough_accumulation(rate, work, strategy, bandwidth)
+    if number:
+        more = replace(work, accumulation=number)
+        if room.fits(more, strategy):
+            part = sending_share(rate, more, strategy, bandwidth)
+            batch, now = (w.batch_size * w.accumulation * w.world_size for w in (more, work))
+            source = f"computed: {work.batch_size} x {work.world_size} ranks x {number:,}"
+            return [
+                Row(name, number, f"{number:,}", f"computed: sending takes {part:.0%} of a step"),
+                Row("global_batch_for_network", batch, f"{batch:,}", f"{source}; now {now:,}"),
+            ]
+        size = room.estimate(more, strategy).total / GB
+        why = f"{number:,} would suffice, but need {size:.1f} GB"
+    else:
+        most = replace(work, accumulation=MOST_MICRO_BATCHES)
+        part = sending_share(rate, most, strategy, bandwidth)
+        why = f"{strategy} sends at least {part:.0%} of a step at any accumulation"
+    other = once_per_step(rate, work, bandwidth, room)
+    advice = Row("strategy_for_network", None, "none", "none that sends once per step fits")
+    if other:
+        flags = f"--strategy {other[0]} --gradient_accumulation_steps {other[1]}"
+        advice = Row("strategy_for_network", other[0], other[0], f"sends once per step: {flags}")
+    return [Row(name, None, "none", why), advice]
+
+
+def enough_accumulation(rate: Rate, work: Workload, strategy: str, bandwidth: float) -> int | None:
+    """Return the fewest micro-batches of a step of which sending takes less than a third, or None.
+
+    Sending takes a + b·n for n micro-batches, computing c·n. The share is below s if
+    a + b·n < c·n · s / (1 - s).
+    """
+    once, each = sending_seconds(work, strategy, bandwidth)
+    computing = work.batch_size * rate.length / rate.tokens_per_second
+    spare = computing * NETWORK_SHARE / (1 - NETWORK_SHARE) - each
+    if spare * MOST_MICRO_BATCHES <= once:
+        return None
+    return max(1, math.floor(once / spare) + 1)
+
+
+def once_per_step(
+    rate: Rate, work: Workload, bandwidth: float, room: Room
+) -> tuple[str, int] | None:
+    """Return the first strategy that sends once per step, and its accumulation, if it fits."""
+    for strategy in [name for name in PREFERENCE if name in supporting(work)]:
+        _, each = sending_seconds(work, strategy, bandwidth)
+        number = enough_accumulation(rate, work, strategy, bandwidth)
+        if not each and number and room.fits(replace(work, accumulation=number), strategy):
+            return strategy, number
+    return None
+
+
+def sending_share(rate: Rate, work: Workload, strategy: str, bandwidth: float) -> float:
+    """Return the share of sending in a step."""
+    sending = predict(work, strategy).sent / (bandwidth * GB)
+    computing = work.batch_size * work.accumulation * rate.length / rate.tokens_per_second
+    return sending / (sending + computing)
+
+
+def sending_seconds(work: Workload, strategy: str, bandwidth: float) -> tuple[float, float]:
+    """Return the seconds in which a rank sends what it sends once per step, and per micro-batch."""
+    first, second = (predict(replace(work, accumulation=n), strategy).sent for n in (1, 2))
+    return (2 * first - second) / (bandwidth * GB), (second - first) / (bandwidth * GB)
 
 
 def differences(results: JsonObject, planned: JsonObject) -> str:
@@ -251,13 +360,13 @@ def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, JsonO
     """Train a few steps from random weights on generated text, and return what `read_run` returns.
 
     It runs on this machine's GPUs, at most as many as planned, or in one CPU process; with
-    --bandwidth on one GPU.
+    --bandwidth or unequal GPUs on one GPU.
     """
     try:
         gpus = usable_gpus()
     except ImportError as error:
         raise UserError("--measure needs PyTorch: pip install -r requirements.txt.") from error
-    ranks = 1 if args.bandwidth else min(gpus, work.world_size) or 1
+    ranks = 1 if is_of_one_rank(args) else min(gpus, work.world_size) or 1
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]

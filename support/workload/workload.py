@@ -1,5 +1,6 @@
 """The workload of a run: what its memory depends on, of model, batches, ranks and adapters."""
 
+import math
 from dataclasses import dataclass
 
 from support.errors import UserError
@@ -92,7 +93,7 @@ class Workload:
 
     model: Architecture
     world_size: int  # number of ranks, one per GPU
-    batch_size: int = 4  # sequences in one micro-batch
+    batch_size: int = 4  # sequences in one micro-batch, of each rank (--rank_shares: on average)
     seq_length: int = 512  # tokens in each
     precision: str = "bf16"  # "fp32", "bf16" or "fp16"
     gradient_checkpointing: bool = False
@@ -102,6 +103,7 @@ class Workload:
     lora: Adapters | None = None  # adapters on frozen weights; None: all parameters are trained
     kernels: Kernels = Kernels()
     optimizer: str = "adamw"  # one of OPTIMIZERS
+    share: float = 1.0  # sequences of the rank in a micro-batch / batch_size (--rank_shares)
     # What the strategy determines, see Strategy: autocast chooses the dtypes of this precision; and
     # torch.nn.Linear is replaced by a version that always saves its input.
     autocast: bool = False
@@ -159,9 +161,16 @@ class Workload:
         return int(OPTIMIZERS[self.optimizer].state_bytes) * sum(sizes)
 
     @property
+    def sequences(self) -> int:
+        """Sequences of the rank in one micro-batch."""
+        exact = self.batch_size * self.share
+        # (5 / 3) * 3 may be a little more than 5.
+        return round(exact) if math.isclose(exact, round(exact)) else math.ceil(exact)
+
+    @property
     def tokens(self) -> int:
-        """Tokens in one micro-batch."""
-        return self.batch_size * self.seq_length
+        """Tokens of the rank in one micro-batch."""
+        return self.sequences * self.seq_length
 
     @property
     def loss_in_graph(self) -> bool:
