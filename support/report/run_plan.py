@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from support.cluster.context import DistContext
+from support.data.batches import sequences_of_ranks
 from support.errors import UserError
 from support.files.json_types import JsonObject
 from support.memory.estimate import MemoryEstimate, predict
@@ -15,7 +17,7 @@ from support.memory.fit import (
     Limits,
     check_is_planned,
     describe_remedies,
-    largest_batch,
+    most_sequences,
 )
 from support.memory.system import memory_limit
 from support.settings.settings import Settings
@@ -46,6 +48,7 @@ def planned_work(
         lora=adapters(model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit),
         kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
         optimizer=training.optim,
+        share=sequences_of_ranks(training, ctx)[ctx.rank] / training.batch_size,
     )
 
 
@@ -84,10 +87,8 @@ class RunPlan:
         """
         if isinstance(self.work, UserError):
             return None
-        limits = memory_limits(ctx)
-        assert limits.gpu is not None
-        own = replace(limits, gpu=int(ADVISED_SHARE * limits.gpu))
-        return largest_batch(self.work, self.strategy, own)
+        holds = partial(memory_limits(ctx).hold, share=ADVISED_SHARE)
+        return most_sequences(replace(self.work, share=1.0), self.strategy, holds)
 
     def ways_to_fit(self, ctx: DistContext) -> list[str]:
         """Return lines of advice with estimated memory, for a run that ran out of memory.
