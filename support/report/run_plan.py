@@ -40,6 +40,7 @@ def planned_work(
         lora=adapters(model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit),
         kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
         optimizer=training.optim,
+        reduce_dtype=settings.parallelism.configured.reduce_dtype,
     )
 
 
