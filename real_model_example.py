@@ -541,8 +541,8 @@ def build_ddp(
             # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
             broadcast_buffers=False,
         )
-        if ctx.simulated:
-            process_group.replace_all_reduce(model)
+        if hook := strategy.communication_hook(ctx.simulated):  # all-reduces in --reduce_dtype
+            model.register_comm_hook(None, hook)
     training = settings.training
     optimizer = create_optimizer(parameter_groups(model, training.weight_decay), training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
@@ -561,10 +561,10 @@ def build_fsdp(
     options = strategy.options  # --fsdp, --fsdp_config
     full_model = spec.load(ctx) if ctx.is_main else None  # on the CPU
     model = spec.on_meta_device()
-    # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 (default) or bf16.
+    # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 or --reduce_dtype.
     # fp16 is left to autocast, whose 16-bit copies of the weights stay until the backward pass.
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
-    reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else torch.float32
+    reduce_dtype = shards.reduce_dtype(strategy.reduce_dtype)
     mp_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     # The mesh of all ranks; HYBRID_SHARD has a second dimension, nodes that hold the same shards.
     fsdp_options: dict[str, Any] = {"mesh": ctx.mesh(options.hybrid), "mp_policy": mp_policy}

@@ -32,6 +32,7 @@ INFORMATIONAL_FLAGS = """
     from_scratch lora_dropout fused_gelu
     """.split()
 # Entries that earlier versions did not write, and their value in the runs of those versions.
+NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
 VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
 
 
@@ -98,7 +99,7 @@ def run_signature(
         "ranks": ctx.world_size,
         "rank_shares": shares and (shares if shares == AUTO else ",".join(map(str, shares))),
         "precision": ctx.precision,
-        "fsdp_reduce_dtype": settings.parallelism.configured.reduce_dtype,
+        "reduce_dtype": settings.parallelism.configured.reduce_dtype,
     }
     return {"hard": must_match, "soft": should_match, "told": informational}
 
@@ -127,6 +128,7 @@ def report_changes(saved: JsonObject, current: JsonObject) -> None:
 
 def _differences(saved: JsonObject, current: JsonObject) -> list[str]:
     before = saved and VALUES_BEFORE | saved
+    before |= {new: saved[old] for new, old in NAMES_BEFORE.items() if old in saved}
     return [
         f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
         for key, value in current.items()

@@ -83,8 +83,13 @@ def read_command_line(argv: list[str]) -> CommandLine:
     vars(flags).update(resolved.values)
     sources.update(resolved.sources)
     # The options of one strategy may describe another (NO_SHARD of FSDP).
-    strategy = STRATEGIES[flags.strategy] if "strategy" in resolved.values else resolved.strategy
+    other = "strategy" in resolved.values
+    strategy = (_resolve_strategy(flags, given) if other else resolved).strategy
     _check_strategy_supports(flags, strategy)
+    if flags.prove is not None and flags.reduce_dtype in ("bf16", "fp16"):
+        file, _, key = resolved.sources.get("reduce_dtype", "").rpartition(": ")
+        advice = f"remove {key} from {file}" if file else "leave --reduce_dtype out"
+        raise UserError(f"--prove compares gradients in fp32: {advice}.")
     percentage = flags.validation_split_percentage
     computed = {
         "configured": strategy,

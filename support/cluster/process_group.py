@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from support import console
 from support.cluster.compiler import configure_compiler
@@ -162,11 +160,6 @@ def configure_torch(
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if compiles:
         configure_compiler(ctx.device, strategy.hooks_between_layers)
-
-
-def replace_all_reduce(model: DistributedDataParallel) -> None:
-    """Let DDP reduce nothing in a simulation: its reducer fails on the fake backend's result."""
-    model.register_comm_hook(None, noop_hook)
 
 
 def group_options(strategy: Strategy, ctx: DistContext) -> dict[str, Any]:

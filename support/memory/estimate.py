@@ -79,6 +79,7 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     row = STRATEGIES[strategy]
     casts = work.precision in row.autocast_precisions
     work = replace(work, autocast=casts, replaces_linear=row.replaces_linear)
+    work = replace(work, reduce_dtype=work.reduce_dtype or row.reduce_dtype)
     states, sent = row.memory_terms(work)
     saved = activations.activation_terms(work)
     libraries = Term("cuBLAS workspaces", _cublas(work), STEP)

@@ -54,6 +54,7 @@ def run_values(args: Options, work: Workload, strategy: str) -> FlagValues:
         "precision": args.precision,
         "gradient_accumulation_steps": work.accumulation,
         "optim": args.optim,
+        "reduce_dtype": args.reduce_dtype,
         "lora_r": args.lora_r,
         "lora_targets": args.lora_targets,
         "from_scratch": folder is not None and not any((folder / f).exists() for f in WEIGHTS),

@@ -71,7 +71,7 @@ COST_FLAGS = (
 # Flags of a run that a run file sets here, too; --no_fused_gelu and others have another name there.
 SAME_FLAGS = """
     model batch_size seq_length gradient_accumulation_steps gradient_checkpointing lora_r
-    lora_targets load_in_4bit compile optim strategy
+    lora_targets load_in_4bit compile optim reduce_dtype strategy
     """.split()
 
 
@@ -90,6 +90,8 @@ def build_parser(doc: str) -> Parser:
     add = parser.add_argument
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
     add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    text = "of the gradients that the ranks reduce (default: as a run's)"
+    add("--reduce_dtype", choices=flag_types.REDUCE_DTYPES, help=text)
     text = "find the largest batch or the fewest GPUs for each strategy"
     add("--solve", choices=("batch", "gpus"), help=text)
     parser.set_defaults(batch_size=4, gradient_accumulation_steps=1, strategy=None, in_file={})

@@ -44,6 +44,7 @@ def read_workload(args: Options) -> tuple[Options, Workload, Room]:
         lora=adapters(model, args.lora_r, args.lora_targets, args.load_in_4bit),
         kernels=Kernels(not args.no_fused_gelu, args.isolate_documents, args.compile),
         optimizer=args.optim,
+        reduce_dtype=args.reduce_dtype,
     )
     host, nvme = (
         None if size is None else int(size * GB) for size in (args.host_memory, args.nvme_free)

@@ -13,6 +13,7 @@ SIGNATURE_NAMES = {
     "validation_tokens_sha256": "validation token digest",
     "document_start": "tokens that begin a document",
     "rendered_template": "rendered template",
+    "fsdp_reduce_dtype": "reduce_dtype",  # of earlier versions
 }
 # Not recorded by earlier versions: a difference counts only if both runs have them.
 RECORDED_LATER = ("token digest", "validation token digest", "rendered template")
@@ -31,7 +32,7 @@ EFFECTS = {
     RATE: "lr, lr_scheduler, warmup_steps, warmup_ratio, epochs, max_steps",
     "the updates": """optim, adam_beta1, adam_beta2, adam_epsilon, weight_decay, max_grad_norm,
         ds_config, fsdp_config""",
-    ROUNDING: """strategy, precision, fsdp_reduce_dtype, ranks, batch_size,
+    ROUNDING: """strategy, precision, reduce_dtype, ranks, batch_size,
         gradient_accumulation_steps, rank_shares, device, fused_gelu, compile, deterministic,
         gradient_checkpointing, backend, tf32, gpu, cpu, cores, torch version,
         deepspeed version, transformers version, numpy version, peft version, cuda version,

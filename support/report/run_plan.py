@@ -49,6 +49,7 @@ def planned_work(
         kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
         optimizer=training.optim,
         share=sequences_of_ranks(training, ctx)[ctx.rank] / training.batch_size,
+        reduce_dtype=settings.parallelism.configured.reduce_dtype,
     )
 
 

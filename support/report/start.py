@@ -114,6 +114,12 @@ def say_training(ctx: DistContext, run: Run, eval_only: bool) -> None:
     title = "⏳ Starting the memory simulation" if ctx.simulated else title
     steps = f"{title}: steps {run.state.step + 1} to {run.state.total_steps}"
     console.print0("⏳ Evaluating" if eval_only else steps)
+    reduces = ctx.world_size > 1 and not eval_only
+    if reduces and run.objects.strategy.reduce_dtype == "fp16" and ctx.precision != "fp16":
+        console.warn(
+            "--reduce_dtype fp16: small gradients become 0, because only --precision fp16 scales "
+            "the loss to the range of fp16. bf16 has the range of fp32."
+        )
 
 
 def say_setup(ctx: DistContext) -> None:

@@ -18,6 +18,7 @@ from support.files.user_files import shown
 from support.rank_shares import AUTO
 
 Number = TypeVar("Number", int, float)
+REDUCE_DTYPES = ("bf16", "fp16", "fp32")
 MOST_STEPS = 99_999_999  # eight digits, as in the names of checkpoint folders
 
 
@@ -82,6 +83,13 @@ def choice(text: str) -> str:
 def precision(text: str) -> str:
     """Parse the value of --precision."""
     return "fp32" if choice(text) == "no" else text
+
+
+def reduce_dtype(text: str) -> str:
+    """Parse the value of --reduce_dtype."""
+    if (word := text.lower()) not in REDUCE_DTYPES:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not in {', '.join(REDUCE_DTYPES)}")
+    return word
 
 
 def label(text: str) -> str:

@@ -27,6 +27,13 @@ class ParallelismSettings:
     fsdp_config: str | None = flag(
         None, flag_types.place, "FSDP's options in JSON, as accelerate writes them", metavar="FILE"
     )
+    reduce_dtype: str | None = flag(
+        None,
+        flag_types.reduce_dtype,
+        "of the gradients that the ranks reduce; bf16 and fp16 halve the bytes of fp32 (default: "
+        "fp32 under dp and fsdp, as --precision under DeepSpeed)",
+        choices=flag_types.REDUCE_DTYPES,
+    )
     nvme_path: str | None = flag(
         None,
         flag_types.place,

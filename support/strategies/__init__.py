@@ -22,8 +22,8 @@ The folders have the same parts; an engine leaves out a part that it does not ne
 
 Only in one folder: fsdp/shards.py, which layers are sharded and how the weights get there;
 deepspeed/setup.py, the steps before the engine is created; deepspeed/ops.py, its C++ ops;
-deepspeed/buckets.py, the sizes of its buckets. The script builds the model: build_ddp, build_fsdp,
-build_deepspeed. For all engines:
+deepspeed/buckets.py, the sizes of its buckets; ddp/hooks.py, the dtype in which DDP reduces. The
+script builds the model: build_ddp, build_fsdp, build_deepspeed. For all engines:
 
     objects           what a build function returns: model, optimizer, scaler
     gradients         gradient norm, check for non-finite values, loss scaling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from support.errors import UserError
@@ -66,6 +66,8 @@ class Strategy:
     # The model states of which each rank keeps a part, of "parameters", "gradients" and
     # "optimizer".
     sharded: frozenset[str] = frozenset()
+    # The dtype in which the ranks reduce the gradients (--reduce_dtype); None: the engine's own.
+    reduce_dtype: str | None = field(default=None, kw_only=True)
 
     # ------------------------------------------------------------------------ what the row answers
 
@@ -100,11 +102,6 @@ class Strategy:
         return True
 
     @property
-    def reduce_dtype(self) -> str | None:
-        """The dtype of gradients in their reduction, if an option sets it: "bf16"."""
-        return None
-
-    @property
     def hooks_between_layers(self) -> bool:
         """Whether torch.compile sees other hooks at each layer, and needs a graph for each."""
         return False
@@ -132,7 +129,11 @@ class Strategy:
                 "configuration (--deepspeed FILE), or --strategy zero1, zero2, zero3, offload or "
                 "infinity."
             )
-        return Resolved(self)
+        return Resolved(replace(self, reduce_dtype=self.chosen_reduce_dtype(flags)))
+
+    def chosen_reduce_dtype(self, flags: Flags) -> str | None:
+        """Return --reduce_dtype, or else the row's own."""
+        return flags.values["reduce_dtype"] or self.reduce_dtype
 
     def with_micro_batches(self, batch_size: int, accumulation: int) -> Strategy:
         """Return a copy for other micro-batches, whose number is `accumulation` in each step."""

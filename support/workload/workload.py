@@ -104,6 +104,7 @@ class Workload:
     kernels: Kernels = Kernels()
     optimizer: str = "adamw"  # one of OPTIMIZERS
     share: float = 1.0  # sequences of the rank in a micro-batch / batch_size (--rank_shares)
+    reduce_dtype: str | None = None  # --reduce_dtype; None: the strategy's own
     # What the strategy determines, see Strategy: autocast chooses the dtypes of this precision; and
     # torch.nn.Linear is replaced by a version that always saves its input.
     autocast: bool = False
@@ -194,6 +195,16 @@ class Workload:
     def item(self) -> int:
         """Bytes per element in computations."""
         return 4 if self.precision == "fp32" else 2
+
+    def reduced_item(self, default: int) -> int:
+        """Return the bytes per element of gradients in their reduction.
+
+        Args:
+            default: bytes under this strategy without --reduce_dtype.
+        """
+        if self.reduce_dtype is None:
+            return default
+        return 4 if self.reduce_dtype == "fp32" else 2
 
     @property
     def casts_weights(self) -> bool:

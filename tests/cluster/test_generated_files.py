@@ -51,7 +51,7 @@ def test_fsdp_reduces_gradients_in_bf16_if_its_file_says_so(script, alone, tmp_p
     run = script(*WORK, *fsdp, launcher="torchrun", ranks=2)
     assert_close(run.losses, alone.losses, 2e-3)
     assert "reduce_scatter bfloat16" in run.results["communication_per_step"]
-    assert run.results["run_signature"]["told"]["fsdp_reduce_dtype"] == "bf16"
+    assert run.results["run_signature"]["told"]["reduce_dtype"] == "bf16"
 
 
 def test_every_key_of_accelerates_fsdp_file_is_answered(script, alone, tmp_path):

@@ -16,6 +16,9 @@ def terms_of_ddp(work: Workload) -> tuple[list[Term], int]:
     # Between micro-batches the gradients are not yet in DDP's buckets: zero_grad() has removed the
     # views of the buckets.
     accumulated = 4 * trained if several and work.accumulation > 1 else 0
+    # The communication hook of --reduce_dtype converts a bucket to 16 bits. The largest parameter
+    # has a bucket that ends with it, which usually is the last one.
+    copied = 2 * largest if several and work.reduced_item(4) < 4 else 0
     return [
         Term("parameters", 4 * trained + work.frozen_bytes, STEP),
         Term("optimizer states", work.optimizer_states(work.trained), STEP),
@@ -23,4 +26,5 @@ def terms_of_ddp(work: Workload) -> tuple[list[Term], int]:
         Term("gradients of the embedding", uses * 4 * largest, (END,)),
         Term("optimizer's temporaries", work.optimizer_temporaries * largest, (UPDATE,)),
         Term("accumulated gradients", accumulated, STEP),
-    ], 2 * 4 * trained
+        Term("a bucket in 16 bits", copied, (END,)),
+    ], 2 * work.reduced_item(4) * trained

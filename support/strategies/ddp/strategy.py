@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,16 @@ class DDP(Strategy):
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """See the base class."""
         return terms_of_ddp(work)
+
+    def communication_hook(self, simulated: bool) -> Callable[..., Any] | None:
+        """Return the hook that replaces DDP's all-reduce of a bucket; None: DDP's own, in fp32.
+
+        Args:
+            simulated: with --simulate_gpus.
+        """
+        from support.strategies.ddp import hooks
+
+        return hooks.communication_hook(self.reduce_dtype, simulated)
 
     def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
         """See the base class."""

@@ -13,19 +13,21 @@ from support.workload.workload import Workload, shard_elements
 def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[Term], int]:
     """Estimate zero1, zero2 and offload: a flat working copy, this rank's masters and moments."""
     m, c = work.model, work.item
+    r = work.reduced_item(c)
     trained, largest = sum(work.trained), max(work.trained)
     shares = [_share(group, work) for group in _groups(work)]
     share, accumulates = sum(shares), work.accumulation > 1
     gradients = 0 if offload else c * _kept_gradients(work)
     # Two buckets if reductions overlap with computation (overlap_comm).
     buckets = 2 if offload or work.world_size > 1 else 1
-    bucket = c * bucket_sizes(m.hidden, sum(work.sizes), False)["reduce_bucket_size"]
+    bucket = bucket_sizes(m.hidden, sum(work.sizes), False)["reduce_bucket_size"]
     uses = (3 if m.embedding.tied else 2) + (c == 4)  # as in ddp/memory.py, and copies
     # Stage 1 keeps all gradients until those of the last micro-batch are reduced.
     whole = c * trained - gradients if accumulates and stage == 1 else 0
     terms = [
         Term("parameters", c * trained + work.frozen_bytes, STEP),
-        Term("buckets of gradients", buckets * bucket, (BACKWARD, END)),
+        Term("buckets of gradients", buckets * c * bucket, (BACKWARD, END)),
+        Term("a bucket in --reduce_dtype", r * bucket if r != c else 0, (BACKWARD, END)),
         Term("gradients of the embedding", uses * c * largest, (END,)),
         Term("other reduced gradients", max(0, gradients - c * largest), (END,)),
         Term("other gradients", whole, STEP),
@@ -48,7 +50,7 @@ def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[T
             Term("optimizer's temporaries", work.optimizer_temporaries * share, (UPDATE,)),
         ]
     reductions = 1 if stage == 1 else work.accumulation
-    return terms, (2 * reductions + 1) * c * trained
+    return terms, (2 * reductions * r + c) * trained
 
 
 def _host_of_offload(work: Workload, shares: list[int]) -> list[Term]:
@@ -96,7 +98,7 @@ def terms_of_stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     uses = 2 if work.model.embedding.tied else 1
     terms = [
         Term("parameters", c * (kept + whole), STEP),
-        Term("communication buffers", c * bucket, STEP),
+        Term("communication buffers", work.reduced_item(c) * bucket, STEP),  # a bucket
         Term("gathered parameters", gathered, (LOSS, BACKWARD)),
         # At the end of backward the embedding is whole, and so is the largest matrix of a block.
         Term("gathered embedding", c * largest if gathers else 0, (END,)),
@@ -114,7 +116,8 @@ def terms_of_stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
             Term("fp32 copies of a sub-group", copies, (UPDATE,)),
             Term("optimizer's temporaries", work.optimizer_temporaries * sub_group, (UPDATE,)),
         ]
-    return terms, c * (2 * total + sum(work.trained)) * work.accumulation
+    sent = 2 * c * total + work.reduced_item(c) * sum(work.trained)
+    return terms, sent * work.accumulation
 
 
 def _offloaded_to_nvme(work: Workload, parameters: int, masters_and_states: int) -> list[Term]:

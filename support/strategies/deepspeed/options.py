@@ -46,6 +46,7 @@ FLAGS_OF_KEY = {
     "train_micro_batch_size_per_gpu": ("batch_size",),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("max_grad_norm",),
+    "communication_data_type": ("reduce_dtype",),
     "optimizer.params.lr": ("lr",),
     "optimizer.params.weight_decay": ("weight_decay",),
     "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
@@ -284,6 +285,9 @@ def _merge_flags(merged: Merged) -> None:
         for flag, part in zip(flags, parts, strict=False):
             merged.follow(flag, key, part)
         values = [merged.value(flag) for flag in flags]
+        if flags == ("reduce_dtype",) and values == [None]:
+            section.pop(name, None)  # DeepSpeed reduces in the precision of the computation
+            continue
         section[name] = values if len(flags) > 1 else values[0]
 
 

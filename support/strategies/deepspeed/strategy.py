@@ -103,6 +103,7 @@ class DeepSpeed(Strategy):
             config=merged.config,
             own_file=flags.values["ds_config"],
             nvme_path=merged.value("nvme_path"),
+            reduce_dtype=merged.value("reduce_dtype"),
         )
         used = frozenset(["ds_config", *(["nvme_path"] if strategy.needs_nvme else [])])
         return Resolved(strategy, merged.values, merged.sources(), used=used)

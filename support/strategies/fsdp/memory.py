@@ -8,19 +8,19 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
     """Estimate FSDP2: sharded states; blocks are gathered one by one, the rest for a whole pass."""
     m, n, lora = work.model, work.world_size, work.lora
     # Bytes per gathered element. In fp16 parameters are gathered in fp32, because autocast is used.
-    c = work.stream
+    c, r = work.stream, work.reduced_item(4)
     trained, block = shard_elements(work.trained, n), sum(m.block())
     outside = m.total - m.layers * block
     of_block = c * (block + (sum(lora.of_block(m)) if lora else 0))
     gathered = 0 if n == 1 and c == 4 else c * outside
     # The gradient of the parameters outside of blocks is whole at the end of backward (three
-    # tensors for a tied embedding, see ddp/memory.py). In 16 bit so is its fp32 copy, for the
-    # reduction.
+    # tensors for a tied embedding, see ddp/memory.py). So is its copy for a reduction in another
+    # dtype.
     of_tied = 3 * c if m.embedding.tied else 0
-    whole = 0 if lora else max(of_tied, c + (4 if c < 4 else 0)) * outside
+    whole = 0 if lora else max(of_tied, c + (r if r != c else 0)) * outside
     reduced = trained if lora else trained - outside // n
-    # Gradients are not sharded until the last micro-batch.
-    accumulated = 4 * sum(work.trained) if work.accumulation > 1 else 0
+    # Gradients are not sharded until the last micro-batch. They are added in the reduction's dtype.
+    accumulated = r * sum(work.trained) if work.accumulation > 1 else 0
     return [
         Term("parameters", 4 * trained + work.item * shard_elements(work.frozen, n), STEP),
         Term("optimizer states", work.optimizer_states([trained]), STEP),
@@ -31,4 +31,4 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
         Term("gradients outside of blocks", whole, (END,)),
         Term("gradients of a block", 0 if lora else of_block, (BACKWARD, END)),
         Term("accumulated gradients", accumulated, STEP),
-    ], 2 * c * work.accumulation * sum(work.sizes) + 4 * sum(work.trained)
+    ], 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained)

@@ -15,8 +15,7 @@ KEYS: dict[str, Any] = {
     "sharding_strategy": SHARDING,
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
     "mixed_precision": tuple(PRECISIONS),
-    # Of FSDP2's MixedPrecisionPolicy. Only an fp16 run scales its gradients to the range of fp16.
-    "reduce_dtype": ("BFLOAT16", "BF16", "FLOAT32", "FP32"),
+    "reduce_dtype": tuple(name for name in PRECISIONS if name != "NO"),  # MixedPrecisionPolicy's
     "reshard_after_forward": (True, False),
     "offload_params": (True, False),
     "forward_prefetch": (True, False),
@@ -37,7 +36,7 @@ class FsdpOptions:
     layers: tuple[str, ...] = ()  # class names of the layers to shard; empty: the model's blocks
     wrap_layers: bool = True  # False shards the whole model as one unit (NO_WRAP)
     precision: str | None = None  # fsdp_mixed_precision, in the terms of --precision
-    reduce_in_bf16: bool = False  # reduce gradients in bf16 instead of fp32 (fsdp_reduce_dtype)
+    reduce_dtype: str | None = None  # fsdp_reduce_dtype, in the terms of --reduce_dtype
     offload: bool = False  # keep parameters, gradients and optimizer states in host memory
     forward_prefetch: bool = False  # all-gather the next layer while forward computes one
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys of the file without effect
@@ -81,7 +80,7 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
         layers=tuple(str(name).strip() for name in layers),
         wrap_layers=values.get("auto_wrap_policy") != "NO_WRAP",
         precision=PRECISIONS.get(values.get("mixed_precision", "")),
-        reduce_in_bf16=PRECISIONS.get(values.get("reduce_dtype", "")) == "bf16",
+        reduce_dtype=PRECISIONS.get(values.get("reduce_dtype", "")),
         offload=values.get("offload_params", False) or "OFFLOAD" in chosen,
         forward_prefetch=values.get("forward_prefetch", False),
         ignored=tuple(ignored),
@@ -94,22 +93,22 @@ def read_options(flags: Flags) -> tuple[FsdpOptions, dict[str, Any], dict[str, s
     Returns:
         The options; the values of the flags that they set, and the sources of these values.
     Raises:
-        UserError: the file cannot be used, or contradicts --precision or --prove.
+        UserError: the file cannot be used, or contradicts --precision or --reduce_dtype.
     """
     path, values, sources = flags.values["fsdp_config"], {}, {}
     options = read_fsdp_config(path, flags.values["fsdp"] or "")
-    if (precision := options.precision) is not None:
-        requested = flags.values["precision"]
-        if "precision" in flags.given and requested != precision:
+    for flag, key, value in (
+        ("precision", "fsdp_mixed_precision", options.precision),
+        ("reduce_dtype", "fsdp_reduce_dtype", options.reduce_dtype),
+    ):
+        if value is None:
+            continue
+        requested = flags.values[flag]
+        if flag in flags.given and requested != value:
             raise UserError(
-                f"--precision {requested} contradicts fsdp_mixed_precision in {path} "
-                f"({precision}): change one of them."
+                f"--{flag} {requested} contradicts {key} in {path} ({value}): change one of them."
             )
-        values["precision"], sources["precision"] = precision, f"{path}: fsdp_mixed_precision"
-    if flags.values["prove"] is not None and options.reduce_in_bf16:
-        raise UserError(
-            f"--prove compares gradients in fp32: remove fsdp_reduce_dtype from {path}."
-        )
+        values[flag], sources[flag] = value, f"{path}: {key}"
     if options.no_shard:
         values["strategy"], sources["strategy"] = "dp", "NO_SHARD of FSDP"
     return options, values, sources
@@ -126,5 +125,5 @@ def notices(options: FsdpOptions, path: str | None) -> tuple[str, ...]:
         names = ", ".join(options.ignored)
         lines.append(f"{path}: ignored, as there is no such option: {names}")
     if options.no_shard:
-        lines.append("NO_SHARD: each rank holds the whole model and reduces in fp32: --strategy dp")
+        lines.append("NO_SHARD: each rank holds the whole model: --strategy dp")
     return tuple(lines)

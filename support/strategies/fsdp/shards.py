@@ -8,6 +8,12 @@ from support import console
 from support.strategies.fsdp.options import FsdpOptions
 
 
+def reduce_dtype(name: str | None) -> torch.dtype:
+    """Return the dtype in which gradients are reduced: --reduce_dtype, or fp32 without it."""
+    in_16_bits = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return in_16_bits.get(name or "fp32", torch.float32)
+
+
 def layers_to_shard(
     model: nn.Module, blocks: list[nn.Module], options: FsdpOptions
 ) -> list[nn.Module]:

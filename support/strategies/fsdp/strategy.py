@@ -34,18 +34,15 @@ class FSDP(Strategy):
     @property
     def is_standard(self) -> bool:
         """See the base class."""
-        return replace(self.options, precision=None) == FsdpOptions()  # --precision, for all
-
-    @property
-    def reduce_dtype(self) -> str | None:
-        """See the base class."""
-        return "bf16" if self.options.reduce_in_bf16 else None
+        # Flags of all strategies set these two as well.
+        return replace(self.options, precision=None, reduce_dtype=None) == FsdpOptions()
 
     def resolve(self, flags: Flags) -> Resolved:
         """See the base class; NO_SHARD is --strategy dp."""
         super().resolve(flags)
         options, values, sources = read_options(flags)
-        strategy = replace(self, options=options)
+        reduce_dtype = options.reduce_dtype or self.chosen_reduce_dtype(flags)
+        strategy = replace(self, options=options, reduce_dtype=reduce_dtype)
         used = frozenset(["fsdp_config"])
         lines = notices(options, flags.values["fsdp_config"])
         return Resolved(strategy, values, sources, lines, used)
