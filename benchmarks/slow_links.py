@@ -90,8 +90,7 @@ class Hosts:
 
     def __exit__(self, *_error: object) -> None:
         for holder in self.holders:  # the last process of a namespace removes its end of the cable
-            holder.kill()
-            holder.wait()
+            end(holder)
 
     def on(self, rank: int, command: list[str]) -> list[str]:
         """Return the command that runs a command on a host."""
@@ -122,6 +121,12 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
+def end(process: subprocess.Popen) -> None:
+    """End a process, if it has not ended."""
+    process.kill()
+    process.wait()
+
+
 def on_ranks(hosts: Hosts, ranks: int, args: list[str]) -> str:
     """Run the script with one rank on each of the first hosts; return the output of rank 0.
 
@@ -148,7 +153,7 @@ def on_ranks(hosts: Hosts, ranks: int, args: list[str]) -> str:
                 env=env,
                 cwd=PROJECT,
             )
-            stack.callback(process.kill)  # no effect after its end
+            stack.callback(end, process)
             processes.append(process)
             logs.append(log)
         codes = [process.wait() for process in processes]
@@ -271,6 +276,7 @@ def main(argv: list[str]) -> int:
     args.model = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = folder  # a run that is killed leaves its files there
         for row in measure(args, Path(folder)):
             rows.append(row)
             at = f"{row.link} Mbit/s, {row.reduce_dtype}, {row.accumulation} micro-batches"
