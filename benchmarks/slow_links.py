@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Measure steps over slow links next to what plan_memory.py --bandwidth forecasts; needs root.
 
-    python -m benchmarks.slow_links --model FOLDER --links 1000,100 --accumulation 1,4,16
+    python -m benchmarks.slow_links --model FOLDER --links 1000
+    python -m benchmarks.slow_links --model FOLDER --links 100 --steps 3
+
+With GPT-2 and one core for each rank these take about 5 and 10 minutes.
 
 Two network namespaces are joined by a cable (veth) whose ends tc's token bucket filter limits.
 One process trains in each, on a core of its own (with one core, both share it). For each link:
