@@ -51,6 +51,9 @@ class Rate(NamedTuple):
     basis: str  # on what it was measured, or from what it follows
     warning: str  # why the planned run may have another rate, or ""
     length: float  # tokens of a sequence without padding, on average
+    # Of a measured run: seconds of an update, and tokens of a rank in a step.
+    update: float = 0.0
+    step_tokens: float = 1.0
 
 
 class Row(NamedTuple):
@@ -220,7 +223,9 @@ def measured_rate(
     device = gpu or f"CPU process of {lookup(results, 'hardware.cpu')}"
     basis = f"on {ranks} x {shown(device)}, {results['steps']} steps, {place}"
     speed, length = results["tokens_per_second_per_gpu"], results["tokens"] / results["samples"]
-    return Rate(speed, "measured", basis, warning, length)
+    update = float(lookup(results, "step_phases_seconds.update") or 0)
+    step_tokens = results["tokens"] / results["steps"] / ranks
+    return Rate(speed, "measured", basis, warning, length, update, step_tokens)
 
 
 def is_of_one_rank(args: Options) -> bool:
@@ -238,7 +243,8 @@ def at_pace(rate: Rate, pace: float) -> Rate:
     if pace == 1:
         return rate
     basis = f"{rate.basis}, of a GPU of speed 1; {pace:.2f} x that on average"
-    return rate._replace(tokens_per_second=pace * rate.tokens_per_second, basis=basis)
+    speed, update = pace * rate.tokens_per_second, rate.update / pace
+    return rate._replace(tokens_per_second=speed, basis=basis, update=update)
 
 
 def on_network(rate: Rate, work: Workload, sent: int, bandwidth: float) -> Rate:
@@ -295,15 +301,27 @@ def network_rows(
 def enough_accumulation(rate: Rate, work: Workload, strategy: str, bandwidth: float) -> int | None:
     """Return the fewest micro-batches of a step of which sending takes less than a third, or None.
 
-    Sending takes a + b·n for n micro-batches, computing c·n. The share is below s if
-    a + b·n < c·n · s / (1 - s).
+    Sending takes a + b·n for n micro-batches, computing u + c·n. The share is below s if
+    a + b·n < (u + c·n) · s / (1 - s).
     """
     once, each = sending_seconds(work, strategy, bandwidth)
-    computing = work.batch_size * rate.length / rate.tokens_per_second
-    spare = computing * NETWORK_SHARE / (1 - NETWORK_SHARE) - each
-    if spare * MOST_MICRO_BATCHES <= once:
+    update, micro_batch = computing_seconds(rate, work)
+    relative = NETWORK_SHARE / (1 - NETWORK_SHARE)
+    needed, spare = once - update * relative, micro_batch * relative - each
+    if needed < spare:
+        return 1
+    if spare * MOST_MICRO_BATCHES <= needed:
         return None
-    return max(1, math.floor(once / spare) + 1)
+    return math.floor(needed / spare) + 1
+
+
+def computing_seconds(rate: Rate, work: Workload) -> tuple[float, float]:
+    """Return the seconds of an update, and of forward and backward of a micro-batch.
+
+    Of an assumed rate, all time is that of micro-batches.
+    """
+    per_token = 1 / rate.tokens_per_second - rate.update / rate.step_tokens
+    return rate.update, work.batch_size * rate.length * per_token
 
 
 def once_per_step(
@@ -321,8 +339,8 @@ def once_per_step(
 def sending_share(rate: Rate, work: Workload, strategy: str, bandwidth: float) -> float:
     """Return the share of sending in a step."""
     sending = predict(work, strategy).sent / (bandwidth * GB)
-    computing = work.batch_size * work.accumulation * rate.length / rate.tokens_per_second
-    return sending / (sending + computing)
+    update, micro_batch = computing_seconds(rate, work)
+    return sending / (sending + update + work.accumulation * micro_batch)
 
 
 def sending_seconds(work: Workload, strategy: str, bandwidth: float) -> tuple[float, float]:

@@ -174,16 +174,22 @@ def network(strategy, limits=LIMITS, rate=RATE, bandwidth=0.5):
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp", "zero2"])
 @pytest.mark.parametrize("bandwidth", [0.1, 0.5, 2, 20])
+@pytest.mark.parametrize("update", [0, 0.3])
 def test_the_accumulation_is_the_smallest_at_which_sending_takes_less_than_a_third(
-    strategy, bandwidth
+    strategy, bandwidth, update
 ):
-    work = Workload(GPT2, 2, 4, 512)
-    shares = [
-        cost.sending_share(RATE, replace(work, accumulation=n), strategy, bandwidth)
-        for n in range(1, 50)
-    ]
+    """A step of 0.5 s has an update, which further micro-batches do not repeat."""
+    work, rate = Workload(GPT2, 2, 4, 512), RATE._replace(update=update, step_tokens=2048)
+    shares = []
+    for number in range(1, 70):
+        sent = predict(replace(work, accumulation=number), strategy).sent / (bandwidth * GB)
+        shares.append(sent / (sent + update + number * (0.5 - update)))
     expected = next((n for n, share in enumerate(shares, 1) if share < 1 / 3), None)
-    assert cost.enough_accumulation(RATE, work, strategy, bandwidth) == expected
+    assert cost.enough_accumulation(rate, work, strategy, bandwidth) == expected
+    for number in (1, 8):
+        more = replace(work, accumulation=number)
+        found = cost.sending_share(rate, more, strategy, bandwidth)
+        assert found == pytest.approx(shares[number - 1])
 
 
 def test_what_the_accumulation_does_to_the_global_batch():
@@ -230,3 +236,24 @@ def test_only_strategies_that_send_once_per_step_are_named_instead():
     assert limits.fits(more, "zero2") and not limits.fits(more, "zero1")
     assert cost.once_per_step(RATE, work, 2, limits) is None
     assert cost.once_per_step(RATE, work, 2, LIMITS) == ("dp", 2)
+
+
+def test_a_measured_update_is_separated_from_the_micro_batches(monkeypatch):
+    """A run of 10 steps of 1 s, each 4 × 2 × 512 tokens; an update takes 0.2 s of each."""
+    args, work, _ = planned(
+        monkeypatch, "--model gpt2 --gpus 2 --bandwidth 1 --results RUN --max_steps 9"
+    )
+    results = {
+        **{"model": "gpt2", "parameters": GPT2.total, "trainable_parameters": GPT2.total},
+        **{"seq_length": 512, "precision": "bf16", "world_size": 1, "strategy": "dp"},
+        **{"batch_size": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": False},
+        **{"steps": 10, "samples": 80, "tokens": 80 * 512, "tokens_per_second_per_gpu": 4096},
+        **{"step_phases_seconds": {"update": 0.2}},
+    }
+    rate = cost.measured_rate(args, "RUN", results, work, "dp")
+    assert cost.computing_seconds(rate, work) == pytest.approx((0.2, 0.4))
+    slower = cost.at_pace(rate, 0.5)
+    assert cost.computing_seconds(slower, work) == pytest.approx((0.4, 0.8))
+    old = {name: value for name, value in results.items() if name != "step_phases_seconds"}
+    found = cost.measured_rate(args, "RUN", old, work, "dp")
+    assert cost.computing_seconds(found, work) == pytest.approx((0, 0.5))
