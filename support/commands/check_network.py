@@ -20,7 +20,7 @@ def communication(ctx: DistContext) -> Line:
         return Line(OK, "communication", f"{ctx.backend}; a single process")
     latency = _seconds_of(dist.all_reduce, ctx, torch.ones(2, device=ctx.device))
     speeds, small = _bandwidth(ctx, 64 * MB), _bandwidth(ctx, MB)
-    hosts = ", ".join(sorted(set(ctx.all_gather(socket.gethostname()))))
+    hosts = ", ".join(dict.fromkeys(ctx.all_gather(socket.gethostname())))  # by rank
     large = ", ".join(f"{kind} {speed / GB:.3g}" for kind, speed in speeds.items())
     of_1_mib = ", ".join(f"{speed / GB:.3g}" for speed in small.values())
     text = (

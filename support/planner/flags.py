@@ -114,6 +114,8 @@ def read_flags(parser: Parser) -> Options:
         "isolate_documents": isolates,
     }
     parser.set_defaults(in_file=values, **values)
+    if isinstance(shares := run.training.rank_shares, tuple):
+        parser.set_defaults(gpu_speeds=shares)  # which give the ranks these sequences, if they fit
     if args.tokens:
         parser.set_defaults(epochs=run.training.epochs)
     elif any(getattr(args, flag) for flag in cost.RATE):

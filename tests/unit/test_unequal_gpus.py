@@ -257,3 +257,11 @@ def test_a_measured_update_is_separated_from_the_micro_batches(monkeypatch):
     old = {name: value for name, value in results.items() if name != "step_phases_seconds"}
     found = cost.measured_rate(args, "RUN", old, work, "dp")
     assert cost.computing_seconds(found, work) == pytest.approx((0, 0.5))
+
+
+def test_the_shares_of_a_run_file_are_planned(monkeypatch, tmp_path):
+    (file := tmp_path / "run.yaml").write_text("model: gpt2\nbatch_size: 4\nrank_shares: 3,2,1\n")
+    args, work, room = planned(monkeypatch, f"--config {file} --gpu_memory 24")
+    assert args.gpus == 3 and room.rank_shares(work, "dp") == (6, 4, 2)
+    _, work, room = planned(monkeypatch, f"--config {file} --gpu_memory 24 --gpu_speeds 1,1,1")
+    assert room.rank_shares(work, "dp") == (4, 4, 4)
