@@ -131,7 +131,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
     start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
     target = finish.find_target(output, settings.model.merge_lora, ctx, folder)  # of the export
-    log = start.open_log(settings, ctx, folder)  # reports the preparation of the run
+    log = start.open_log(settings, ctx, folder)  # of the preparation
     checkpoint = start.find_checkpoint(output, settings.data, training, ctx, folder)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
@@ -144,20 +144,20 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
 
     manager = CheckpointManager.create(settings, ctx, folder.checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
-    state = batches.train_state(counters, datasets.train, training, ctx)
+    most = plan.most_of_ranks(ctx, training.rank_shares == "auto")  # sequences that fit
+    state = batches.train_state(counters, datasets.train, training, ctx, most)
     if folder.was_complete_at(state):  # --resume of a completed run
         trained = finish.restore(folder, manager, state.step, training.load_best_at_end)
         finish.publish(settings, folder, target, trained, autocast(objects, ctx))
         finish.complete(ctx, folder)
         return objects.model
-
-    run = start.Run.open(settings, ctx, log, manager, state, plan)  # log and meter of the steps
-    # All checks have passed: only now may files of an earlier run be changed.
+    run = start.Run.open(settings, ctx, log, manager, state, most)  # log and meter of the steps
+    # Only now may files of an earlier run be changed: all checks have passed.
     manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
     start.keep_freed_memory(plan, ctx, strategy)  # on a CPU
-    start.watch_steps(training, ctx, run)  # from here on a step that hangs is reported
+    start.watch_steps(training, ctx, run, plan)  # from here on a step that hangs is reported
     eval_loss = train_and_evaluate(run, datasets, training, ctx)
 
     finish.end_training(ctx, run)
@@ -234,24 +234,20 @@ def train_and_evaluate(
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        step_batches = rest_of_epoch(datasets, run, training, ctx)
-        train_epoch(run, step_batches, training, ctx)
+        train_epoch(run, rest_of_epoch(datasets, run, training, ctx), training, ctx)
         due = state.evaluation_is_due
 
 
 # ========================================================================= the two training loops
 def train_epoch_ddp(
-    run: start.Run,
-    step_batches: Iterable[batches.StepBatch],
-    training: TrainingSettings,
-    ctx: DistContext,
+    run: start.Run, steps: batches.StepBatches, training: TrainingSettings, ctx: DistContext
 ) -> None:
     """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
     model.train()
     run.log.start_epoch()
-    for step_batch in step_batches:  # this rank's share of each global batch
+    for step_batch in steps:  # this rank's share of each global batch
         lr = learning_rate(state.step, state.total_steps, training)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
@@ -293,17 +289,14 @@ def train_epoch_ddp(
 
 
 def train_epoch_deepspeed(
-    run: start.Run,
-    step_batches: Iterable[batches.StepBatch],
-    training: TrainingSettings,
-    ctx: DistContext,
+    run: start.Run, steps: batches.StepBatches, training: TrainingSettings, ctx: DistContext
 ) -> None:
     """Train with DeepSpeed's engine until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
     engine, optimizer = objects.model, objects.optimizer  # the engine scales the loss in fp16
     engine.train()
     run.log.start_epoch()
-    for step_batch in step_batches:
+    for step_batch in steps:
         lr = learning_rate(state.step, state.total_steps, training)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
@@ -365,7 +358,7 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 def rest_of_epoch(
     datasets: opening.Datasets, run: start.Run, training: TrainingSettings, ctx: DistContext
-) -> Iterable[batches.StepBatch]:
+) -> batches.StepBatches:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
     Their order depends on the seed and the epoch only.
@@ -498,8 +491,8 @@ def evaluate(
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
-    Args:
-        of_ranks: the sequences of each rank in a batch.
+    A batch has `of_ranks` sequences of each rank.
+
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
     """

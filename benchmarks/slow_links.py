@@ -2,7 +2,7 @@
 """Measure steps over slow links next to what plan_memory.py --bandwidth forecasts; needs root.
 
     python -m benchmarks.slow_links --model FOLDER --links 1000
-    python -m benchmarks.slow_links --model FOLDER --links 100 --steps 3
+    python -m benchmarks.slow_links --model FOLDER --links 100
 
 With GPT-2 and one core for each rank these take about 5 and 10 minutes.
 
@@ -270,7 +270,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--reduce_dtype", type=lambda text: text.split(","), default=["default"])
     add("--seq_length", type=int, default=8, help="tokens (default: %(default)s)")
     add("--steps", type=int, default=4, help="optimizer steps of a run (default: %(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.steps < 4:
+        parser.error("--steps needs 4 or more: of fewer a run excludes no warm-up")
+    return args
 
 
 def main(argv: list[str]) -> int:

@@ -92,8 +92,12 @@ def run(strategy: str, case: str, speeds: list[float]) -> Case:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(f"{folder}/log", "w+") as log:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-            with throttled(process.pid, speeds):
-                code = process.wait()
+            try:
+                with throttled(process.pid, speeds):
+                    code = process.wait()
+            finally:  # also after Ctrl+C; torchrun ends its ranks
+                process.terminate()
+                process.wait()
             if code:
                 log.seek(0)
                 sys.exit(f"{shlex.join(command)}\n{log.read()[-3000:]}")

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 AUTO = "auto"  # the value of --rank_shares that lets the run measure and choose
 
 
+def shown_shares(given: tuple[float, ...] | str | None) -> str | None:
+    """Return the value of --rank_shares as its text."""
+    return ",".join(map(str, given)) if isinstance(given, tuple) else given
+
+
 def of_each_rank(
     given: tuple[float, ...] | str | None, node_of_rank: Sequence[int]
 ) -> tuple[float, ...]:
@@ -24,10 +29,9 @@ def of_each_rank(
     nodes = sorted(set(node_of_rank))
     if len(given) == len(nodes):
         return tuple(given[nodes.index(node)] for node in node_of_rank)
-    raise ValueError(
-        f"{len(given)} shares for {len(node_of_rank)} ranks on {len(nodes)} nodes: give one for "
-        "each rank, or one for each node"
-    )
+    ranks = f"{len(node_of_rank)} rank{'s' * (len(node_of_rank) > 1)}"
+    of_nodes = f" on {len(nodes)} nodes, or one for each node" if len(nodes) > 1 else ""
+    raise ValueError(f"{len(given)} shares for {ranks}: give one for each rank{of_nodes}")
 
 
 def divide(

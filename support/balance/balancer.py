@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from support.train_state import RankSequences, TrainState
 
 WARM_UP = 3  # first steps of a process, which are slow: they compile, and allocate memory
 MEASURED = 5  # steps of a measurement
-FIRST_PAUSE, LONGEST_PAUSE = 20, 640  # steps between measurements: doubled if nothing changes
+FIRST_PAUSE, LONGEST_PAUSE = 20, 80  # steps between measurements: doubled if nothing changes
 GAIN = 1.05  # the slowest rank must become faster by this factor
 
 
@@ -21,7 +22,7 @@ class Choice(NamedTuple):
     """The result of a measurement."""
 
     sequences: list[int]  # of each rank in a micro-batch
-    seconds: list[float]  # of each rank, for the forward passes of one of its sequences
+    seconds: list[float]  # of each rank, for the forward pass of a token
     gain: float  # seconds of the slowest rank with equal work before / with these sequences
 
 
@@ -32,14 +33,13 @@ def choose(
 
     Args:
         sequences: of each rank in a micro-batch until now.
-        seconds: that each rank has computed them.
+        seconds: of each rank, for the forward pass of a token.
         at_most: the sequences that fit the memory of each rank; None: not known.
     """
-    each = [time / count for time, count in zip(seconds, sequences, strict=True)]
     most = at_most and [*map(max, at_most, sequences)]  # the present ones have fitted
-    chosen = divide(sum(sequences), [1 / time for time in each], at_least=1, at_most=most)
-    after = max(count * time for count, time in zip(chosen, each, strict=True))
-    return Choice([*chosen], each, max(seconds) / after)
+    chosen = divide(sum(sequences), [1 / each for each in seconds], at_least=1, at_most=most)
+    before, after = (max(map(operator.mul, counts, seconds)) for counts in (sequences, chosen))
+    return Choice([*chosen], [*seconds], before / after)
 
 
 class Balancer:
@@ -123,7 +123,7 @@ def description(
             f"micro-batch, not {_shown(before)}: {measured}. The slowest rank then computes "
             f"{choice.gain:.2f} × as fast"
         )
-    record = {"step": step, "rank_sequences": after, "rank_seconds_per_sequence": choice.seconds}
+    record = {"step": step, "rank_sequences": after, "rank_seconds_per_token": choice.seconds}
     return record, f"⚖️  --rank_shares auto: {text}."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,18 +12,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-def modules_to_time(model: nn.Module, whole_parameters: bool) -> list[nn.Module]:
-    """Return the modules whose forward passes contain no communication.
+def modules_to_time(model: nn.Module, gathers: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Return the largest modules whose forward passes wait for no other rank.
+
+    With whole parameters it is the model, with FSDP its blocks, with ZeRO-3 its layers: their hooks
+    gather parameters before a pass. (ZeRO-3's attention between its layers is not timed.)
 
     Args:
         model: without its wrapper.
-        whole_parameters: whether the rank holds the whole model. Its forward pass then waits for no
-            other rank. FSDP and ZeRO-3 gather parameters in hooks of the layers; between a layer's
-            hooks it only computes.
+        gathers: whether the hooks of a module gather parameters.
     """
-    if whole_parameters:
+    if not any(gathers(module) for module in model.modules() if module is not model):
         return [model]
-    return [module for module in model.modules() if not any(module.children())]
+    return [timed for child in model.children() for timed in modules_to_time(child, gathers)]
 
 
 class ForwardTimer:
@@ -33,16 +35,22 @@ class ForwardTimer:
     whole steps.
     """
 
-    def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
-        self.modules, self.device = modules, device
+    def __init__(
+        self, model: nn.Module, gathers: Callable[[nn.Module], bool], device: torch.device
+    ) -> None:
+        self.modules, self.device = modules_to_time(model, gathers), device
+        self._embedding = model.get_input_embeddings()
         self._handles: list[RemovableHandle] = []
         self._began: Any = None  # of the module in progress: seconds, or a CUDA event
-        # Seconds of each pass, on a GPU pairs of events; one list for each step.
-        self._steps: list[list[Any]] = []
+        # Of each step, (begin, end) of each pass: seconds, or CUDA events.
+        self._steps: list[list[tuple[Any, Any]]] = []
+        self._tokens: list[int] = []  # of each step, with padding
 
     def start(self) -> None:
         """Time the steps from now on."""
-        self._steps = [[]]
+        self._steps, self._tokens = [[]], [0]
+        # Micro-batches have different lengths, so the tokens are counted, too.
+        self._handles.append(self._embedding.register_forward_pre_hook(self._count))
         for module in self.modules:
             # Behind the hooks that gather its parameters, and before those that free them.
             self._handles += [
@@ -53,15 +61,21 @@ class ForwardTimer:
     def end_step(self) -> None:
         """End a step."""
         self._steps.append([])
+        self._tokens.append(0)
 
     def stop(self) -> float:
-        """Remove the hooks; return the median of the seconds of the steps."""
+        """Remove the hooks; return the seconds of a token, as the median of the steps."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return statistics.median(sum(map(_seconds, passes)) for passes in self._steps if passes)
+        steps = zip(self._steps, self._tokens, strict=True)
+        return statistics.median(sum(map(_seconds, passes)) / n for passes, n in steps if n)
+
+    def _count(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if module.training:
+            self._tokens[-1] += inputs[0].numel()
 
     def _begin(self, module: nn.Module, inputs: object) -> None:
         self._began = self._now() if module.training else None

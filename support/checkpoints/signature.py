@@ -20,7 +20,7 @@ from support.errors import UserError, same_redacted
 from support.files.json_types import JsonObject
 from support.files.user_files import shown
 from support.model.spec import ModelSpec
-from support.rank_shares import AUTO
+from support.rank_shares import shown_shares
 from support.settings.data import DataSettings
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
@@ -31,8 +31,8 @@ INFORMATIONAL_FLAGS = """
     warmup_ratio adam_beta1 adam_beta2 adam_epsilon optim weight_decay max_grad_norm dropout
     from_scratch lora_dropout fused_gelu
     """.split()
-# Entries that earlier versions did not write, and their value in the runs of those versions.
 NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
+# Entries that earlier versions did not write, and their value in the runs of those versions.
 VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
 
 
@@ -90,14 +90,14 @@ def run_signature(
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
-    flags, shares = settings.flags(), training.rank_shares
+    flags = settings.flags()
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
     rendering = rendering_of(spec.tokenizer) if data.streaming else None
     informational |= {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
-        "rank_shares": shares and (shares if shares == AUTO else ",".join(map(str, shares))),
+        "rank_shares": shown_shares(training.rank_shares),
         "precision": ctx.precision,
         "reduce_dtype": settings.parallelism.configured.reduce_dtype,
     }

@@ -88,16 +88,6 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
         "--early_stopping_patience needs --eval_every with --streaming, which has no epochs": (
             flags.streaming and flags.early_stopping_patience and not flags.eval_every
         ),
-        "--rank_shares auto depends on measured times, so no run repeats another exactly: give "
-        "shares such as 2,1, or leave --deterministic out": (
-            flags.rank_shares == AUTO and flags.deterministic
-        ),
-        "--rank_shares auto cannot move the batch slots of --streaming, each of which reads its "
-        "rows on one rank: give shares such as 2,1": (
-            flags.rank_shares == AUTO and flags.streaming
-        ),
-        "--rank_shares auto needs ranks that compute, and --simulate_gpus has one: give shares "
-        "such as 2,1": flags.rank_shares == AUTO and flags.simulate_gpus,
         "--streaming reads one --dataset: a file, a folder or a dataset on the hub, not pydocs": (
             flags.streaming and (len(datasets) > 1 or datasets == ["pydocs"])
         ),
@@ -106,9 +96,24 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
             flags.streaming and {*"[+"} & {*(flags.train_split or "")}
         ),
     }
+    if flags.rank_shares == AUTO:
+        problems |= _problems_of_auto_shares(flags)
     for problem, holds in problems.items():
         if holds:
             raise UserError(f"{problem}.")
+
+
+def _problems_of_auto_shares(flags: Options) -> dict[str, bool]:
+    """Return what --rank_shares auto excludes, and whether the flags have it."""
+    numbers = "give shares such as 2,1"
+    return {
+        "--rank_shares auto depends on measured times, so no run repeats another exactly: "
+        f"{numbers}, or leave --deterministic out": flags.deterministic,
+        "--rank_shares auto cannot move the batch slots of --streaming, each of which reads its "
+        f"rows on one rank: {numbers}": flags.streaming,
+        "--rank_shares auto needs ranks that compute, and --simulate_gpus has one: "
+        f"{numbers}": bool(flags.simulate_gpus),
+    }
 
 
 def _is_set(flags: Options, flag: str) -> bool:

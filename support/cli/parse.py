@@ -86,10 +86,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
     other = "strategy" in resolved.values
     strategy = (_resolve_strategy(flags, given) if other else resolved).strategy
     _check_strategy_supports(flags, strategy)
-    if flags.prove is not None and flags.reduce_dtype in ("bf16", "fp16"):
-        file, _, key = resolved.sources.get("reduce_dtype", "").rpartition(": ")
-        advice = f"remove {key} from {file}" if file else "leave --reduce_dtype out"
-        raise UserError(f"--prove compares gradients in fp32: {advice}.")
+    _check_prove(flags, resolved)
     percentage = flags.validation_split_percentage
     computed = {
         "configured": strategy,
@@ -173,6 +170,14 @@ def _check_strategy_supports(flags: Options, strategy: Strategy) -> None:
         )
     if reason := strategy.why_not(OPTIMIZERS[flags.optim]):
         raise UserError(f"--optim {flags.optim} does not work under {flags.strategy}: {reason}.")
+
+
+def _check_prove(flags: Options, resolved: Resolved) -> None:
+    """Check that --prove may reduce gradients in fp32."""
+    if flags.prove is not None and flags.reduce_dtype in ("bf16", "fp16"):
+        file, _, key = resolved.sources.get("reduce_dtype", "").rpartition(": ")
+        advice = f"remove {key} from {file}" if file else "leave --reduce_dtype out"
+        raise UserError(f"--prove compares gradients in fp32: {advice}.")
 
 
 def _notices(flags: Options, given: frozenset[str], resolved: Resolved) -> tuple[str, ...]:

@@ -134,7 +134,8 @@ def compare_software(ctx: DistContext) -> None:
         TrainingError: a rank has other code or other libraries than rank 0.
     """
     software = {name: text for name, text in versions().items() if name in SAME_ON_ALL}
-    own = (socket.gethostname(), {**software, "code": code_digest()}, ctx.launch)
+    place = (ctx.launch.node, ctx.launch.is_node_leader)
+    own = (socket.gethostname(), {**software, "code": code_digest()}, place)
     ranks = ctx.all_gather(own)
     for rank, (host, found, _) in enumerate(ranks):
         if differing := {name for name, _ in found.items() ^ ranks[0][1].items()}:
@@ -142,9 +143,9 @@ def compare_software(ctx: DistContext) -> None:
                 f"Rank {rank} on {host} has another version of {', '.join(sorted(differing))} than "
                 f"rank 0 on {ranks[0][0]}: use the same code and environment on all hosts."
             )
-    ctx.nodes = sum(launch.is_node_leader for _, _, launch in ranks)
+    ctx.nodes = sum(is_leader for _, _, (_, is_leader) in ranks)
     if not ctx.simulated:
-        ctx.node_of_rank = [launch.node for _, _, launch in ranks]
+        ctx.node_of_rank = [node for _, _, (node, _) in ranks]
 
 
 def configure_torch(

@@ -1,6 +1,6 @@
 """The micro-batches of a run in one order, the same for any number of ranks and any strategy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,9 @@ class StepBatch:
     state: StreamState | None = None  # with --streaming: after this step
 
 
+StepBatches = Iterable[StepBatch]
+
+
 class TrainingData(Protocol):
     """Sequences, or a Stream."""
 
@@ -65,20 +68,28 @@ class TrainingData(Protocol):
 
 
 def train_state(
-    counters: dict, train: TrainingData, training: TrainingSettings, ctx: DistContext
+    counters: dict,
+    train: TrainingData,
+    training: TrainingSettings,
+    ctx: DistContext,
+    at_most: list[int] | None = None,
 ) -> TrainState:
-    """Return the state of training from the counters of a checkpoint, or from NEW_RUN."""
+    """Return the state of training from the counters of a checkpoint, or from NEW_RUN.
+
+    Args:
+        at_most: with --rank_shares auto the sequences of a micro-batch that fit the memory of each
+            rank; None: not known, or without it.
+    """
     sequences = max(1, train.num_sequences)  # --eval_only may have none
     steps = total_steps(training, ctx.world_size, sequences, counters["step"], counters["samples"])
-    chosen: RankSequences = {"from_step": 1, "sequences": sequences_of_ranks(training, ctx)}
-    saved = counters["rank_sequences"]
-    size = training.batch_size * ctx.world_size
+    first: RankSequences = {"from_step": 1, "sequences": initial_sequences(training, ctx, at_most)}
+    saved, size = counters["rank_sequences"], sum(first["sequences"])
+    most = at_most or [size] * ctx.world_size
     if training.rank_shares != AUTO or not all(
-        len(entry["sequences"]) == ctx.world_size and sum(entry["sequences"]) == size
-        for entry in saved
+        sum(entry["sequences"]) == size and fits(entry["sequences"], most) for entry in saved
     ):
-        saved = []  # other flags or ranks
-    counters = {**counters, "rank_sequences": saved or [chosen]}
+        saved = []  # for other ranks, GPUs or batches
+    counters = {**counters, "rank_sequences": saved or [first]}
     return TrainState(
         total_steps=0 if training.eval_only else steps,
         num_sequences=sequences,
@@ -91,9 +102,20 @@ def train_state(
     )
 
 
-def sequences_of_ranks(training: TrainingSettings, ctx: DistContext) -> list[int]:
+def fits(sequences: list[int], most: list[int]) -> bool:
+    """Return whether each rank has a sequence, and no more than its limit."""
+    return len(sequences) == len(most) and all(
+        1 <= count <= limit for count, limit in zip(sequences, most, strict=True)
+    )
+
+
+def initial_sequences(
+    training: TrainingSettings, ctx: DistContext, at_most: list[int] | None = None
+) -> list[int]:
     """Return the sequences of each rank in a micro-batch at the start of a run: --rank_shares.
 
+    Args:
+        at_most: the limits of the ranks, which count if they leave room for all sequences.
     Raises:
         UserError: the number of shares fits neither the ranks nor the nodes.
     """
@@ -101,8 +123,11 @@ def sequences_of_ranks(training: TrainingSettings, ctx: DistContext) -> list[int
         shares = of_each_rank(training.rank_shares, ctx.node_of_rank)
     except ValueError as error:
         raise UserError(f"--rank_shares: {error}.") from error
+    count = training.batch_size * ctx.world_size
+    if at_most and sum(at_most) < count:
+        at_most = None
     # Each rank takes part in the collectives of each micro-batch, so it gets a sequence.
-    return [*divide(training.batch_size * ctx.world_size, shares, at_least=1)]
+    return [*divide(count, shares, at_least=1, at_most=at_most)]
 
 
 def evaluated_by_ranks(state: TrainState, training: TrainingSettings) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.cluster.context import DistContext
-from support.data.batches import StepBatch, sequences_of_ranks
+from support.data.batches import StepBatch, initial_sequences
 from support.data.packing import pack
 from support.data.rows import BadRow, Rows
 from support.data.sequences import Padding, Part, micro_batch
@@ -48,7 +48,7 @@ class BatchSlots:
     ) -> None:
         self._data, self._padding, self._seed = data, padding, training.seed
         self.count = training.global_batch(ctx.world_size)
-        of_ranks = sequences_of_ranks(training, ctx)
+        of_ranks = initial_sequences(training, ctx)
         before, own = sum(of_ranks[: ctx.rank]), of_ranks[ctx.rank]
         # The numbers of the slots of this rank, for each micro-batch.
         self._layout = [

@@ -45,7 +45,7 @@ class Room(Protocol):
         """Return the sequences of each rank in a micro-batch; None: as many for each rank."""
 
     def pace(self, work: Workload, strategy: str) -> float:
-        """Return the speed of a step, relative to equal shares on GPUs of speed 1."""
+        """Return the speed of a step, relative to equal shares on GPUs as the fastest one."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class UnequalGpus:
     """The memory limits and the relative speeds of the ranks; a `fit.Room`."""
 
     limits: tuple[Limits, ...]  # of each rank
-    speeds: tuple[float, ...]  # sequences of each rank in a unit of time
+    speeds: tuple[float, ...]  # of the ranks, relative to the fastest one
 
     @property
     def gpu(self) -> int | None:
@@ -87,10 +87,10 @@ class UnequalGpus:
         return self._seconds([work.batch_size] * len(shares)) / self._seconds(shares)
 
     def pace(self, work: Workload, strategy: str) -> float:
-        """Return the speed of a step, relative to equal shares on GPUs of speed 1."""
+        """Return the speed of a step, relative to equal shares on GPUs as the fastest one."""
         shares = self.rank_shares(work, strategy) or [work.batch_size] * work.world_size
         return work.batch_size / self._seconds(shares)
 
     def _seconds(self, sequences: Sequence[int]) -> float:
-        """Return the time of the slowest rank, in that of a sequence at speed 1."""
+        """Return the time of the slowest rank, relative to a sequence of the fastest one."""
         return max(count / speed for count, speed in zip(sequences, self.speeds, strict=True))

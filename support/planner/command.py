@@ -32,7 +32,8 @@ def command_of(args: Options, work: Workload, strategy: str, room: Room) -> str:
         flags = ["--config", args.config]
         own = {**args.in_file, "model": name_on_hub(args.in_file["model"])}
     shares = room.rank_shares(work, strategy) or ()
-    of_ranks = {"rank_shares": ",".join(map(str, shares)) if len({*shares}) > 1 else None}
+    differ = len({*shares}) > 1 or "rank_shares" in own
+    of_ranks = {"rank_shares": ",".join(map(str, shares)) if differ else None}
     flags += as_flags({**run_values(args, work, strategy), **of_ranks}, own)
     return f"{launcher(args.gpus, room)} real_model_example.py {shlex.join(flags)}"
 

@@ -2,8 +2,11 @@
 
 from support.cli.parse import parse_arguments
 from support.cli.parser import Options, Parser
+from support.errors import UserError
+from support.files.user_files import shown
 from support.memory.fit import check_is_planned
 from support.optimizers import OPTIMIZERS
+from support.rank_shares import shown_shares
 from support.report import cost
 from support.settings import flag_types
 
@@ -114,8 +117,13 @@ def read_flags(parser: Parser) -> Options:
         "isolate_documents": isolates,
     }
     parser.set_defaults(in_file=values, **values)
-    if isinstance(shares := run.training.rank_shares, tuple):
-        parser.set_defaults(gpu_speeds=shares)  # which give the ranks these sequences, if they fit
+    if isinstance(run.training.rank_shares, tuple):
+        values["rank_shares"] = shown_shares(run.training.rank_shares)
+        if not args.gpu_speeds and len(args.gpu_memory or ()) < 2:
+            raise UserError(
+                f"{shown(args.config)} has rank_shares: give --gpu_speeds, or --gpu_memory of each "
+                "GPU, from which the shares are planned."
+            )
     if args.tokens:
         parser.set_defaults(epochs=run.training.epochs)
     elif any(getattr(args, flag) for flag in cost.RATE):

@@ -58,7 +58,9 @@ def read_workload(args: Options) -> tuple[Options, Workload, Room]:
     if not is_unequal(args):
         return args, work, limits[0]
     of_each = limits if len(limits) == gpus else limits * gpus
-    return args, work, UnequalGpus(tuple(of_each), args.gpu_speeds or (1.0,) * gpus)
+    speeds = args.gpu_speeds or (1.0,) * gpus
+    relative = tuple(speed / max(speeds) for speed in speeds)
+    return args, work, UnequalGpus(tuple(of_each), relative)
 
 
 def is_unequal(args: Options) -> bool:

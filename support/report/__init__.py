@@ -23,4 +23,6 @@ plots            the figure of a comparison, and the charts of a page
 page             one HTML page about a run or a comparison (page.html)
 peak_flops       peak arithmetic rates of GPUs, the reference of MFU
 cost             what a run will cost: hours, price, energy, Slurm jobs, and speed on more ranks
+network_cost     what a slow network adds to a step, and the accumulation with which that is little
+rate             the rate of a planned run, measured or assumed
 """

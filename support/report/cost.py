@@ -5,64 +5,36 @@ hours = tokens / (tokens per second of a GPU × GPUs). The rate is measured by a
 """
 
 import math
-import shlex
-import sys
-import tempfile
-from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
-from support import PROJECT, programs
 from support.cli.parser import Options
-from support.cluster.gpus import usable_gpus
 from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
-from support.errors import TrainingError, UserError
+from support.errors import UserError
 from support.files.json_types import JsonObject
-from support.files.user_files import read_user_json, shown
-from support.memory.estimate import MemoryEstimate, predict, supporting
+from support.memory.estimate import MemoryEstimate
 from support.memory.fit import Room
-from support.report.peak_flops import find_by_short_name, flops_per_token
-from support.report.recorded_run import last_error
-from support.strategies.deepspeed.options import lookup
-from support.strategies.table import PREFERENCE
+from support.report.network_cost import network_rows, on_network
+from support.report.rate import (
+    Rate,
+    Row,
+    assumed_rate,
+    at_pace,
+    human_time,
+    measure,
+    measured_rate,
+    read_completed_run,
+)
 from support.text_tables import text_table
-from support.units import GB, human_rate
+from support.units import human_rate
 from support.workload.workload import Workload
 
-DEFAULT_MFU = 0.4
-MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from its rate
 # Hours of one GPU: 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3, arXiv
 # 2407.21783, section 3.3.4).
 MTBF_HOURS = 50_000
 STARTUP_SECONDS = 120  # from the start of a job to the end of its first step, if not measured
 # Between a signal and the save: the running step, one in which the ranks agree, on a GPU one more.
 STEPS_TO_STOP = 3
-NETWORK_SHARE = 1 / 3  # of a step: with more, a larger accumulation is worth its global batch
-MOST_MICRO_BATCHES = 2**20  # of --gradient_accumulation_steps
 WORK, RATE = ("tokens", "max_steps"), ("measure", "results", "device")
 NEEDS = {"epochs": "tokens", "mfu": "device", "save_seconds": "time_limit", "mtbf": "time_limit"}
-
-
-class Rate(NamedTuple):
-    """The speed at which one GPU, or one CPU process, trains."""
-
-    tokens_per_second: float  # of one rank
-    source: str  # "measured" or "assumed"
-    basis: str  # on what it was measured, or from what it follows
-    warning: str  # why the planned run may have another rate, or ""
-    length: float  # tokens of a sequence without padding, on average
-    # Of a measured run: seconds of an update, and tokens of a rank in a step.
-    update: float = 0.0
-    step_tokens: float = 1.0
-
-
-class Row(NamedTuple):
-    """One number of the cost, the number as text, and where it is from."""
-
-    name: str
-    value: float | str | None
-    text: str
-    source: str
 
 
 def as_dict(rows: list[Row], warning: str) -> JsonObject:
@@ -170,239 +142,6 @@ def amount_of_work(args: Options, global_batch: int, length: float) -> tuple[int
     return round(epochs * sequences * length), epochs * math.ceil(sequences / global_batch)
 
 
-# --------------------------------------------------------------------------------------- the rate
-
-
-def assumed_rate(args: Options, work: Workload) -> Rate:
-    """Return the rate of --device at --mfu."""
-    peak, mfu, model = find_by_short_name(args.device), args.mfu or DEFAULT_MFU, work.model
-    flops = peak.flops(work.precision)
-    if flops is None:
-        raise UserError(f"--device {peak.title} has no {work.precision}: use --precision fp16.")
-    # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
-    tables = model.embedding
-    lookups = model.hidden * (tables.positions + (0 if tables.tied else tables.vocabulary))
-    matmul, trained = sum(work.sizes) - lookups, sum(work.trained) - (0 if work.lora else lookups)
-    per_token = flops_per_token(matmul, trained, model.layers, model.hidden, work.seq_length)
-    of_peak = f"of the {flops / 1e12:,.0f} TFLOP/s in {work.precision} ({peak.source})"
-    basis = f"MFU {100 * mfu:g} % {of_peak}, {per_token:.3g} FLOP per token"
-    warning = "The rate is an assumption: --measure on such a GPU replaces it."
-    return Rate(flops * mfu / per_token, "assumed", basis, warning, work.seq_length)
-
-
-def measured_rate(
-    args: Options, place: str, results: JsonObject, work: Workload, strategy: str
-) -> Rate:
-    """Return the rate of a run, for a plan with the same model, sequence length and precision.
-
-    `place` names the run in messages, `results` is its results.json, `strategy` that of the plan.
-    """
-    must_match = {
-        "parameters": sum(work.sizes),
-        "trainable_parameters": sum(work.trained),
-        "seq_length": work.seq_length,
-        "precision": work.precision,
-    }
-    ranks, gpu, warning = results["world_size"], lookup(results, "hardware.gpu"), ""
-    if is_of_one_rank(args):
-        must_match["world_size"] = 1
-    if different := differences(results, must_match):
-        run = f"{place} is a run of {shown(results.get('model'))}"
-        raise UserError(f"{run}; the plan needs one that does not differ in {different}.")
-    may_differ = {
-        "strategy": strategy,
-        "world_size": ranks if is_of_one_rank(args) else work.world_size,
-        "batch_size": work.batch_size,
-        "gradient_accumulation_steps": work.accumulation,
-        "gradient_checkpointing": work.gradient_checkpointing,
-    }
-    if different := differences(results, may_differ):
-        warning = f"The measured run differs in {different}. Its rate is used unchanged."
-        if work.world_size > ranks and not args.bandwidth:
-            warning += " Communication of more ranks is not included: add --bandwidth."
-    device = gpu or f"CPU process of {lookup(results, 'hardware.cpu')}"
-    basis = f"on {ranks} x {shown(device)}, {results['steps']} steps, {place}"
-    speed, length = results["tokens_per_second_per_gpu"], results["tokens"] / results["samples"]
-    update = float(lookup(results, "step_phases_seconds.update") or 0)
-    step_tokens = results["tokens"] / results["steps"] / ranks
-    return Rate(speed, "measured", basis, warning, length, update, step_tokens)
-
-
-def is_of_one_rank(args: Options) -> bool:
-    """Return whether the rate must be that of one rank: the plan adds what several ranks change."""
-    return bool(args.bandwidth or args.gpu_speeds or len(args.gpu_memory or ()) > 1)
-
-
-def at_pace(rate: Rate, pace: float) -> Rate:
-    """Return the average rate of unequal ranks, of which the slowest determines a step.
-
-    Args:
-        rate: of a rank of speed 1.
-        pace: as `Room.pace`.
-    """
-    if pace == 1:
-        return rate
-    basis = f"{rate.basis}, of a GPU of speed 1; {pace:.2f} x that on average"
-    speed, update = pace * rate.tokens_per_second, rate.update / pace
-    return rate._replace(tokens_per_second=speed, basis=basis, update=update)
-
-
-def on_network(rate: Rate, work: Workload, sent: int, bandwidth: float) -> Rate:
-    """Return the rate with the time of communication added to each step, without any overlap.
-
-    Args:
-        rate: of one rank alone.
-        sent: bytes that a rank sends per step.
-        bandwidth: GB (2^30 bytes) that a rank sends per second.
-    """
-    tokens, sending = work.batch_size * work.accumulation * rate.length, sent / (bandwidth * GB)
-    step = tokens / rate.tokens_per_second + sending
-    part = f"sending takes {sending / step:.0%} of {human_time(step)}"
-    return rate._replace(tokens_per_second=tokens / step, basis=f"{rate.basis}; {part}")
-
-
-def network_rows(
-    rate: Rate, work: Workload, strategy: str, bandwidth: float, room: Room
-) -> list[Row]:
-    """Return the rows about the accumulation with which the network takes less than a third.
-
-    If a strategy reaches it at no accumulation, or does not fit with it, a row names another one
-    that sends once per step and fits.
-
-    Args:
-        rate: without the network.
-        bandwidth: GB (2^30 bytes) that a rank sends per second.
-    """
-    name, number = "accumulation_for_network", enough_accumulation(rate, work, strategy, bandwidth)
-    if number:
-        more = replace(work, accumulation=number)
-        if room.fits(more, strategy):
-            part = sending_share(rate, more, strategy, bandwidth)
-            batch, now = (w.batch_size * w.accumulation * w.world_size for w in (more, work))
-            source = f"computed: {work.batch_size} x {work.world_size} ranks x {number:,}"
-            return [
-                Row(name, number, f"{number:,}", f"computed: sending takes {part:.0%} of a step"),
-                Row("global_batch_for_network", batch, f"{batch:,}", f"{source}; now {now:,}"),
-            ]
-        size = room.estimate(more, strategy).total / GB
-        why = f"{number:,} would suffice, but need {size:.1f} GB"
-    else:
-        most = replace(work, accumulation=MOST_MICRO_BATCHES)
-        part = sending_share(rate, most, strategy, bandwidth)
-        why = f"{strategy} sends at least {part:.0%} of a step at any accumulation"
-    other = once_per_step(rate, work, bandwidth, room)
-    advice = Row("strategy_for_network", None, "none", "none that sends once per step fits")
-    if other:
-        flags = f"--strategy {other[0]} --gradient_accumulation_steps {other[1]}"
-        advice = Row("strategy_for_network", other[0], other[0], f"sends once per step: {flags}")
-    return [Row(name, None, "none", why), advice]
-
-
-def enough_accumulation(rate: Rate, work: Workload, strategy: str, bandwidth: float) -> int | None:
-    """Return the fewest micro-batches of a step of which sending takes less than a third, or None.
-
-    Sending takes a + b·n for n micro-batches, computing u + c·n. The share is below s if
-    a + b·n < (u + c·n) · s / (1 - s).
-    """
-    once, each = sending_seconds(work, strategy, bandwidth)
-    update, micro_batch = computing_seconds(rate, work)
-    relative = NETWORK_SHARE / (1 - NETWORK_SHARE)
-    needed, spare = once - update * relative, micro_batch * relative - each
-    if needed < spare:
-        return 1
-    if spare * MOST_MICRO_BATCHES <= needed:
-        return None
-    return math.floor(needed / spare) + 1
-
-
-def computing_seconds(rate: Rate, work: Workload) -> tuple[float, float]:
-    """Return the seconds of an update, and of forward and backward of a micro-batch.
-
-    Of an assumed rate, all time is that of micro-batches.
-    """
-    per_token = 1 / rate.tokens_per_second - rate.update / rate.step_tokens
-    return rate.update, work.batch_size * rate.length * per_token
-
-
-def once_per_step(
-    rate: Rate, work: Workload, bandwidth: float, room: Room
-) -> tuple[str, int] | None:
-    """Return the first strategy that sends once per step, and its accumulation, if it fits."""
-    for strategy in [name for name in PREFERENCE if name in supporting(work)]:
-        _, each = sending_seconds(work, strategy, bandwidth)
-        number = enough_accumulation(rate, work, strategy, bandwidth)
-        if not each and number and room.fits(replace(work, accumulation=number), strategy):
-            return strategy, number
-    return None
-
-
-def sending_share(rate: Rate, work: Workload, strategy: str, bandwidth: float) -> float:
-    """Return the share of sending in a step."""
-    sending = predict(work, strategy).sent / (bandwidth * GB)
-    update, micro_batch = computing_seconds(rate, work)
-    return sending / (sending + update + work.accumulation * micro_batch)
-
-
-def sending_seconds(work: Workload, strategy: str, bandwidth: float) -> tuple[float, float]:
-    """Return the seconds in which a rank sends what it sends once per step, and per micro-batch."""
-    first, second = (predict(replace(work, accumulation=n), strategy).sent for n in (1, 2))
-    return (2 * first - second) / (bandwidth * GB), (second - first) / (bandwidth * GB)
-
-
-def differences(results: JsonObject, planned: JsonObject) -> str:
-    """Return the keys of results.json that differ from the plan, with both values."""
-    return ", ".join(
-        f"{key} ({shown(results.get(key))}, planned: {value})"
-        for key, value in planned.items()
-        if results.get(key) != value
-    )
-
-
-def read_completed_run(path: str, flag: str = "--results") -> tuple[str, JsonObject]:
-    """Return the flag with the path, for messages, and the results.json of a completed run.
-
-    Raises:
-        UserError: the file is missing or damaged, or the run did not complete or did not train.
-    """
-    file = str(Path(path) / "results.json" if Path(path).is_dir() else path)
-    results, place = read_user_json(flag, file), f"{flag} {shown(file)}"
-    if results.get("status") != "completed":
-        why = f"{shown(results.get('status'))} ({shown(results.get('reason'))})"
-        raise UserError(f"{place}: the run's status is {why}: name a completed run.")
-    if not results["tokens_per_second_per_gpu"]:
-        raise UserError(f"{place}: the run trained no step: name a run that trained.")
-    return place, results
-
-
-def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, JsonObject]:
-    """Train a few steps from random weights on generated text, and return what `read_run` returns.
-
-    It runs on this machine's GPUs, at most as many as planned, or in one CPU process; with
-    --bandwidth or unequal GPUs on one GPU.
-    """
-    try:
-        gpus = usable_gpus()
-    except ImportError as error:
-        raise UserError("--measure needs PyTorch: pip install -r requirements.txt.") from error
-    ranks = 1 if is_of_one_rank(args) else min(gpus, work.world_size) or 1
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    with tempfile.TemporaryDirectory() as folder:
-        # One word is at least one token. A tenth of the text is held out for evaluation.
-        tokens = MEASURED_STEPS * ranks * work.batch_size * work.accumulation * work.seq_length
-        Path(folder, "text.txt").write_text("the " * (2 * tokens), encoding="utf-8")
-        command = [str(PROJECT / "real_model_example.py"), *flags, "--from_scratch"]
-        command += ["--max_steps", str(MEASURED_STEPS)]
-        print(f"⏳ Measuring {MEASURED_STEPS} steps: {shlex.join(command)}", file=sys.stderr)
-        command += ["--dataset", f"{folder}/text.txt", "--output_dir", f"{folder}/run"]
-        command += ["--cache_dir", f"{folder}/cache", "--no_eval", "--no_export", "--no_save"]
-        exit_code, log = programs.run_program([*launcher, *command])
-        if exit_code:
-            raise TrainingError(f"--measure: the run failed: {last_error(log)}")
-        return "--measure", read_completed_run(f"{folder}/run", "--measure")[1]
-
-
 # ------------------------------------------------------------------------------------- Slurm jobs
 
 
@@ -450,10 +189,3 @@ def slurm_rows(
         Row("save_every", every, f"{every:,}", f"{young}; MTBF {mtbf:,g} h of a GPU, {source}"),
         Row("signal_seconds", signal, f"{signal}", of_signal),
     ]
-
-
-def human_time(seconds: float) -> str:
-    """22 -> "22.0 s"; from two minutes on in minutes, from two hours on in hours."""
-    if seconds < 120:
-        return f"{human_rate(seconds)} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from support.balance.balancer import Balancer
-from support.balance.timer import ForwardTimer, modules_to_time
+from support.balance.timer import ForwardTimer
 from support.checkpoints.manager import CheckpointManager
 from support.cluster.context import DistContext
 from support.memory.measure import StepMemory
@@ -13,7 +13,6 @@ from support.rank_shares import AUTO
 from support.report.metrics_file import FILE, MetricsFile
 from support.report.profiling import start_trace
 from support.report.run_folder import RunFolder
-from support.report.run_plan import RunPlan
 from support.report.start_log import StartLog
 from support.report.step_log import StepLog
 from support.report.step_meter import StepMeter, create_meter, loss_bytes
@@ -42,12 +41,12 @@ class Run(NamedTuple):
         start_log: StartLog,
         manager: CheckpointManager,
         state: TrainState,
-        plan: RunPlan,
+        at_most: list[int] | None,
     ) -> Run:
         """Create the meter and the log of the steps; files of an earlier run stay as they are.
 
         Args:
-            plan: the memory estimate, which limits the choices of --rank_shares auto.
+            at_most: the sequences of a micro-batch that fit each rank, for --rank_shares auto.
         """
         folder, memory, at_end = start_log.folder, start_log.memory, [*start_log.at_end]
         objects, spec = manager.objects, manager.spec
@@ -74,23 +73,8 @@ class Run(NamedTuple):
             logging_steps=settings.output.logging_steps,
             streaming=settings.data.streaming,
         )
-        is_auto = settings.training.rank_shares == AUTO
-        balance = open_balancer(is_auto, ctx, log, objects, plan)
+        timer = None
+        if settings.training.rank_shares == AUTO and ctx.world_size > 1:
+            timer = ForwardTimer(objects.module, objects.strategy.gathers, ctx.device)
+        balance = Balancer(ctx, state, timer, at_most, log.log_shares)
         return cls(objects, state, folder, manager, log, meter, balance)
-
-
-def open_balancer(
-    is_auto: bool, ctx: DistContext, log: StepLog, objects: TrainingObjects, plan: RunPlan
-) -> Balancer:
-    """Return the balancer of a run; every rank must call it.
-
-    Args:
-        is_auto: with --rank_shares auto. Otherwise the balancer does nothing.
-    """
-    timer, at_most = None, None
-    if is_auto and ctx.world_size > 1:
-        modules = modules_to_time(objects.module, objects.strategy.whole_parameters)
-        timer = ForwardTimer(modules, ctx.device)
-        most = ctx.all_gather(plan.most_sequences(ctx))
-        at_most = [max(1, size) for size in most if size is not None]
-    return Balancer(ctx, log.state, timer, at_most or None, log.log_shares)

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from support import console
 from support.cluster.context import DistContext
-from support.data.batches import sequences_of_ranks
+from support.data.batches import initial_sequences
 from support.errors import UserError
 from support.files.json_types import JsonObject
 from support.memory.estimate import MemoryEstimate, predict
@@ -21,6 +22,7 @@ from support.memory.fit import (
 )
 from support.memory.system import memory_limit
 from support.settings.settings import Settings
+from support.train_state import TrainState
 from support.workload.architectures import Architecture, read_architecture
 from support.workload.workload import Device, Kernels, Workload, adapters
 
@@ -48,7 +50,7 @@ def planned_work(
         lora=adapters(model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit),
         kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
         optimizer=training.optim,
-        share=sequences_of_ranks(training, ctx)[ctx.rank] / training.batch_size,
+        share=initial_sequences(training, ctx)[ctx.rank] / training.batch_size,
         reduce_dtype=settings.parallelism.configured.reduce_dtype,
     )
 
@@ -81,11 +83,33 @@ class RunPlan:
         """Return the memory of one rank, or None if the estimate does not support the run."""
         return None if isinstance(self.work, UserError) else predict(self.work, self.strategy)
 
-    def most_sequences(self, ctx: DistContext) -> int | None:
-        """Return the sequences in a micro-batch that fit this rank's memory with a margin.
+    def most_of_ranks(self, ctx: DistContext, is_auto: bool) -> list[int] | None:
+        """Return the sequences in a micro-batch that fit the memory of each rank with a margin.
 
-        None if the estimate does not support the run.
+        Every rank must call it. None if the estimate does not support the run, with a notice.
+
+        Args:
+            is_auto: with --rank_shares auto; otherwise None, as nothing is chosen.
         """
+        if not is_auto or ctx.world_size == 1:
+            return None
+        most = ctx.all_gather(self._most_sequences(ctx))
+        if None in most:
+            console.warn(
+                "--rank_shares auto: the memory estimate does not support this run, so a fast rank "
+                "may get more sequences than fit its memory. If so, give shares such as 2,1."
+            )
+            return None
+        return [max(1, size or 1) for size in most]
+
+    def at_step(self, state: TrainState, ctx: DistContext) -> RunPlan:
+        """Return the plan with the sequences that this rank has in the next step."""
+        if isinstance(self.work, UserError):
+            return self
+        sequences = state.sequences_of_ranks(state.step + 1)[ctx.rank]
+        return replace(self, work=replace(self.work, share=sequences / self.work.batch_size))
+
+    def _most_sequences(self, ctx: DistContext) -> int | None:
         if isinstance(self.work, UserError):
             return None
         holds = partial(memory_limits(ctx).hold, share=ADVISED_SHARE)

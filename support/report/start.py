@@ -12,7 +12,7 @@ from support.checkpoints import find
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
-from support.data.batches import sequences_of_ranks
+from support.data.batches import initial_sequences
 from support.memory.measure import MemoryByPhase
 from support.model.spec import ModelSpec
 from support.report.profiling import record_memory
@@ -28,7 +28,12 @@ from support.strategies.strategy import Strategy
 
 
 def open_folder(settings: Settings, ctx: DistContext) -> RunFolder:
-    """Print the "Distributed Setup" lines, and open the output folder."""
+    """Print the "Distributed Setup" lines, and open the output folder.
+
+    Raises:
+        UserError: --rank_shares does not fit the ranks; or the folder cannot be used.
+    """
+    initial_sequences(settings.training, ctx)
     say_setup(ctx)
     return RunFolder.open(settings, ctx)
 
@@ -45,12 +50,7 @@ def find_checkpoint(
 
 
 def plan_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> RunPlan:
-    """Return the memory estimate of the run, which advises a run whose memory runs out.
-
-    Raises:
-        UserError: --rank_shares does not fit the ranks.
-    """
-    sequences_of_ranks(settings.training, ctx)
+    """Return the memory estimate of the run, which advises a run whose memory runs out."""
     plan = RunPlan.of(settings, ctx, spec.config.to_dict(), spec.seq_length)
     ctx.monitor.advise_with(partial(plan.ways_to_fit, ctx))
     return plan
@@ -88,9 +88,11 @@ def keep_freed_memory(plan: RunPlan, ctx: DistContext, strategy: Strategy) -> No
         tuning.keep_freed_memory(large=large)
 
 
-def watch_steps(training: TrainingSettings, ctx: DistContext, run: Run) -> None:
+def watch_steps(training: TrainingSettings, ctx: DistContext, run: Run, plan: RunPlan) -> None:
     """Report steps that hang from now on; with --auto_micro_batch restart if memory runs out."""
     state = run.state
+    # --rank_shares auto may have changed the sequences of this rank.
+    ctx.monitor.advise_with(lambda: plan.at_step(state, ctx).ways_to_fit(ctx))
     if not (training.auto_micro_batch and training.batch_size > 1):
         ctx.monitor.training_starts(state)
         return
@@ -112,6 +114,10 @@ def say_training(ctx: DistContext, run: Run, eval_only: bool) -> None:
     """Print the strategy and which steps follow."""
     title = f"🚂 Starting Training ({run.objects.strategy.title})"
     title = "⏳ Starting the memory simulation" if ctx.simulated else title
+    sequences = run.state.sequences_of_ranks(run.state.step + 1)
+    if len({*sequences}) > 1:
+        shown = " : ".join(map(str, sequences))
+        console.print0(f"⚖️  The ranks compute {shown} sequences of a micro-batch")
     steps = f"{title}: steps {run.state.step + 1} to {run.state.total_steps}"
     console.print0("⏳ Evaluating" if eval_only else steps)
     reduces = ctx.world_size > 1 and not eval_only

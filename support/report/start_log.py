@@ -10,7 +10,6 @@ import torch
 
 from support import console
 from support.cluster.context import DistContext
-from support.data.batches import sequences_of_ranks
 from support.data.opening import Datasets
 from support.memory.measure import MemoryByPhase
 from support.model.spec import ModelSpec
@@ -108,9 +107,6 @@ def say_settings(training: TrainingSettings, ctx: DistContext) -> None:
         factors = f"{training.batch_size} × {ctx.world_size} ranks"
         factors += f" × {training.gradient_accumulation_steps} micro-batches"
         parts.append(f"Global batch: {factors} = {whole}")
-    if training.rank_shares:
-        shares = " : ".join(map(str, sequences_of_ranks(training, ctx)))
-        parts.append(f"Sequences of the ranks in a micro-batch: {shares}")
     console.print0(
         f"Device: {ctx.device} ({details}), Precision: {ctx.precision}\n{', '.join(parts)}"
     )

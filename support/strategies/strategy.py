@@ -203,5 +203,9 @@ class Strategy:
         """Return the bytes of parameters that are gathered at present on this rank."""
         return 0
 
+    def gathers(self, module: nn.Module) -> bool:
+        """Return whether a forward pass of a module waits for parameters of other ranks."""
+        return False
+
     def free_gathered(self, model: nn.Module) -> None:
         """Free the whole weights that the engine keeps after an evaluation."""

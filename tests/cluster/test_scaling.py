@@ -10,7 +10,8 @@ from conftest import SCRIPT, finish, free_port, start
 
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
-from support.report.cost import Rate, on_network
+from support.report.network_cost import on_network
+from support.report.rate import Rate
 from support.workload.workload import Workload
 
 WORK = "--seq_length 8 --batch_size 1 --optim sgd --precision fp32 --max_steps 12".split()

@@ -19,7 +19,7 @@ from conftest import PROJECT, skip, slow
 from local_hub import GPT2, WIKITEXT, serving, write_gpt2, write_wikitext
 
 from support.cli.parse import read_command_line
-from support.report.cost import human_time
+from support.report.rate import human_time
 from support.units import GB
 
 RECIPES = sorted(path.name for path in (PROJECT / "recipes").glob("*.yaml"))

@@ -7,8 +7,10 @@ import pytest
 from support.cluster.slurm import seconds_of
 from support.errors import UserError
 from support.memory.find_architecture import find_architecture
-from support.report import cost, peak_flops
-from support.report.cost import Rate, slurm_budget
+from support.report import network_cost, peak_flops
+from support.report import rate as rates
+from support.report.cost import slurm_budget
+from support.report.rate import Rate
 from support.units import GB
 from support.workload.workload import Workload, adapters
 
@@ -22,22 +24,22 @@ def test_assumed_rate_follows_from_the_flop_of_a_token(name, lookups, layers, hi
     model = find_architecture(name)
     flop = 6 * (model.total - lookups) + 12 * layers * hidden * 512
     args = SimpleNamespace(device="A100", mfu=None)
-    rate = cost.assumed_rate(args, Workload(model, 4, 8, 512))
+    rate = rates.assumed_rate(args, Workload(model, 4, 8, 512))
     assert rate.source == "assumed" and "40 %" in rate.basis
     assert rate.tokens_per_second == pytest.approx(0.4 * 312e12 / flop)
     lora = adapters(model, 8, None)
-    adapted = cost.assumed_rate(args, Workload(model, 4, 8, 512, lora=lora))
+    adapted = rates.assumed_rate(args, Workload(model, 4, 8, 512, lora=lora))
     assert adapted.tokens_per_second == pytest.approx(rate.tokens_per_second * 1.5, rel=0.1)
     with pytest.raises(UserError, match="--precision fp16"):  # a T4 has no bf16
-        cost.assumed_rate(SimpleNamespace(device="T4", mfu=None), Workload(model, 4, 8, 512))
+        rates.assumed_rate(SimpleNamespace(device="T4", mfu=None), Workload(model, 4, 8, 512))
 
 
 def test_a_network_adds_the_time_of_sending_to_each_step():
     work = Workload(find_architecture("gpt2"), 4, 8, 512, accumulation=2)
     rate = Rate(8192, "measured", "here", "", length=512)  # a step of one second
-    slower = cost.on_network(rate, work, sent=6 * GB, bandwidth=2)
+    slower = network_cost.on_network(rate, work, sent=6 * GB, bandwidth=2)
     assert slower.tokens_per_second == 8192 / 4 and "75%" in slower.basis
-    assert cost.on_network(rate, work, sent=0, bandwidth=2).tokens_per_second == 8192
+    assert network_cost.on_network(rate, work, sent=0, bandwidth=2).tokens_per_second == 8192
 
 
 def test_devices_by_their_short_names():

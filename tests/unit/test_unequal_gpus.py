@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from support.errors import UserError
 from support.memory.estimate import predict
 from support.memory.find_architecture import find_architecture
 from support.memory.fit import Limits, recommend, remedies
 from support.memory.unequal import UnequalGpus
 from support.planner import command, flags, text
 from support.planner.workload import read_workload
-from support.report import cost
-from support.report.cost import Rate
+from support.report import cost, network_cost
+from support.report import rate as rates
+from support.report.rate import Rate
 from support.units import GB
 from support.workload.workload import Workload
 
@@ -136,7 +138,7 @@ def test_the_slowest_rank_determines_the_rate(monkeypatch):
     line = "--model gpt2 --gpu_memory 16,16,16 --gpu_speeds 1,0.7,0.5 --device A100 --max_steps 10"
     args, work, room = planned(monkeypatch, line)
     rows, _ = cost.cost_of(args, work, room.estimate(work, "dp"), [], room)
-    alone = cost.assumed_rate(args, work).tokens_per_second
+    alone = rates.assumed_rate(args, work).tokens_per_second
     hours = {row.name: row.value for row in rows}["hours"]
     assert 3600 * hours / 10 == pytest.approx(6 * work.seq_length / alone)
 
@@ -168,7 +170,7 @@ LIMITS = Limits(80 * GB)
 
 
 def network(strategy, limits=LIMITS, rate=RATE, bandwidth=0.5):
-    rows = cost.network_rows(rate, Workload(GPT2, 2, 4, 512), strategy, bandwidth, limits)
+    rows = network_cost.network_rows(rate, Workload(GPT2, 2, 4, 512), strategy, bandwidth, limits)
     return {row.name: row for row in rows}
 
 
@@ -185,10 +187,10 @@ def test_the_accumulation_is_the_smallest_at_which_sending_takes_less_than_a_thi
         sent = predict(replace(work, accumulation=number), strategy).sent / (bandwidth * GB)
         shares.append(sent / (sent + update + number * (0.5 - update)))
     expected = next((n for n, share in enumerate(shares, 1) if share < 1 / 3), None)
-    assert cost.enough_accumulation(rate, work, strategy, bandwidth) == expected
+    assert network_cost.enough_accumulation(rate, work, strategy, bandwidth) == expected
     for number in (1, 8):
         more = replace(work, accumulation=number)
-        found = cost.sending_share(rate, more, strategy, bandwidth)
+        found = network_cost.sending_share(rate, more, strategy, bandwidth)
         assert found == pytest.approx(shares[number - 1])
 
 
@@ -229,13 +231,13 @@ def test_an_accumulation_that_does_not_fit_is_not_recommended():
 def test_only_strategies_that_send_once_per_step_are_named_instead():
     """zero2 is fast enough on this network, and would fit."""
     work = Workload(GPT2, 8, 4, 512)
-    number = cost.enough_accumulation(RATE, work, "zero2", 2)
+    number = network_cost.enough_accumulation(RATE, work, "zero2", 2)
     more = replace(work, accumulation=number)
     between = (predict(more, "zero1").total + predict(more, "zero2").total) // 2
     limits = Limits(between)
     assert limits.fits(more, "zero2") and not limits.fits(more, "zero1")
-    assert cost.once_per_step(RATE, work, 2, limits) is None
-    assert cost.once_per_step(RATE, work, 2, LIMITS) == ("dp", 2)
+    assert network_cost.once_per_step(RATE, work, 2, limits) is None
+    assert network_cost.once_per_step(RATE, work, 2, LIMITS) == ("dp", 2)
 
 
 def test_a_measured_update_is_separated_from_the_micro_batches(monkeypatch):
@@ -250,18 +252,34 @@ def test_a_measured_update_is_separated_from_the_micro_batches(monkeypatch):
         **{"steps": 10, "samples": 80, "tokens": 80 * 512, "tokens_per_second_per_gpu": 4096},
         **{"step_phases_seconds": {"update": 0.2}},
     }
-    rate = cost.measured_rate(args, "RUN", results, work, "dp")
-    assert cost.computing_seconds(rate, work) == pytest.approx((0.2, 0.4))
-    slower = cost.at_pace(rate, 0.5)
-    assert cost.computing_seconds(slower, work) == pytest.approx((0.4, 0.8))
+    rate = rates.measured_rate(args, "RUN", results, work, "dp")
+    assert network_cost.computing_seconds(rate, work) == pytest.approx((0.2, 0.4))
+    slower = rates.at_pace(rate, 0.5)
+    assert network_cost.computing_seconds(slower, work) == pytest.approx((0.4, 0.8))
     old = {name: value for name, value in results.items() if name != "step_phases_seconds"}
-    found = cost.measured_rate(args, "RUN", old, work, "dp")
-    assert cost.computing_seconds(found, work) == pytest.approx((0, 0.5))
+    found = rates.measured_rate(args, "RUN", old, work, "dp")
+    assert network_cost.computing_seconds(found, work) == pytest.approx((0, 0.5))
 
 
-def test_the_shares_of_a_run_file_are_planned(monkeypatch, tmp_path):
+def test_a_run_file_with_shares_needs_the_speeds_and_the_command_replaces_them(
+    monkeypatch, tmp_path
+):
     (file := tmp_path / "run.yaml").write_text("model: gpt2\nbatch_size: 4\nrank_shares: 3,2,1\n")
-    args, work, room = planned(monkeypatch, f"--config {file} --gpu_memory 24")
-    assert args.gpus == 3 and room.rank_shares(work, "dp") == (6, 4, 2)
-    _, work, room = planned(monkeypatch, f"--config {file} --gpu_memory 24 --gpu_speeds 1,1,1")
-    assert room.rank_shares(work, "dp") == (4, 4, 4)
+    with pytest.raises(UserError, match="rank_shares"):
+        planned(monkeypatch, f"--config {file} --gpu_memory 24 --gpus 3")
+    for speeds, expected in (("6,4,2", None), ("1,1,1", "4,4,4"), ("4,1,1", "8,2,2")):
+        args, work, room = planned(
+            monkeypatch, f"--config {file} --gpu_memory 24 --gpu_speeds {speeds}"
+        )
+        line = command.command_of(args, work, "dp", room)
+        assert line.partition("--rank_shares ")[2] == (expected or "6,4,2")
+
+
+def test_only_the_ratios_of_speeds_count(monkeypatch):
+    paces = {
+        planned(monkeypatch, f"--gpu_memory 24 --gpu_speeds {speeds}")[2].pace(
+            Workload(GPT2, 2), "dp"
+        )
+        for speeds in ("2,1", "1,0.5", "30000,15000")
+    }
+    assert len(paces) == 1 and 0 < paces.pop() < 1

@@ -103,7 +103,7 @@ class DeepSpeed(Strategy):
             config=merged.config,
             own_file=flags.values["ds_config"],
             nvme_path=merged.value("nvme_path"),
-            reduce_dtype=merged.value("reduce_dtype"),
+            reduce_dtype=merged.value("reduce_dtype") or self.reduce_dtype,
         )
         used = frozenset(["ds_config", *(["nvme_path"] if strategy.needs_nvme else [])])
         return Resolved(strategy, merged.values, merged.sources(), used=used)
@@ -172,6 +172,10 @@ class DeepSpeed(Strategy):
         from support.strategies.deepspeed import live_states
 
         return live_states.gathered_bytes(model)
+
+    def gathers(self, module: nn.Module) -> bool:
+        """See the base class: stage 3 gathers the parameters of each module in a hook of it."""
+        return self.stage == 3 and any(True for _ in module.parameters(recurse=False))
 
     def free_gathered(self, model: nn.Module) -> None:
         """See the base class.

@@ -83,6 +83,12 @@ class FSDP(Strategy):
 
         return gathered_bytes(model)
 
+    def gathers(self, module: nn.Module) -> bool:
+        """See the base class."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return isinstance(module, FSDPModule)
+
     def free_gathered(self, model: nn.Module) -> None:
         """See the base class."""
         from support.strategies.fsdp.states import free_gathered
