@@ -60,7 +60,7 @@ def run_signature(
         dataset: the dataset's entry in results.json.
         module: the model without its wrapper.
     """
-    data, training = settings.data, settings.training
+    flags, data, training = settings.flags(), settings.data, settings.training
     shapes = {name: full_shape(p) for name, p in module.named_parameters()}
     must_match = {
         "parameters": spec.counts.total,
@@ -90,7 +90,6 @@ def run_signature(
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
-    flags = settings.flags()
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
     rendering = rendering_of(spec.tokenizer) if data.streaming else None

@@ -5,7 +5,7 @@ In fp32; for bf16 see test_comparison.py.
 """
 
 import pytest
-from conftest import STRATEGIES, assert_close, load_exported
+from conftest import SAME_WORK, SPLIT, STRATEGIES, assert_close, load_exported
 from memory_checks import STATES
 
 
@@ -20,6 +20,22 @@ def test_two_ranks_with_accumulation_equal_one_process_in_fp32(fp32_run, referen
     )
     assert_close(norms, wanted, 1e-5)
     assert run.results["eval_loss"] == pytest.approx(reference.results["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unequal_shares_train_the_same_model(script, reference, strategy):
+    """With accumulation, short micro-batches, and an evaluation in which each token counts once."""
+    flags = [*SAME_WORK, *SPLIT, "--precision", "fp32", "--strategy", strategy, "--profile_memory"]
+    flags += ["--no_export", "--rank_shares", "2,1"]
+    run = script(*flags, launcher="torchrun", ranks=2)
+    assert_close(run.losses, reference.losses, 1e-5)
+    norms, expected = ([m["grad_norm"] for m in r.metrics[:4]] for r in (run, reference))
+    assert_close(norms, expected, 1e-5)
+    assert run.results["eval_loss"] == pytest.approx(reference.results["eval_loss"], rel=1e-5)
+    # Of four sequences rank 0 has computed three.
+    assert run.results["rank_sequences"] == [3, 1]
+    kinds = run.results["memory"]["device_categories_bytes_by_rank"]
+    assert kinds[0]["activations"] > 2 * kinds[1]["activations"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,7 +10,6 @@ from conftest import (
     SAME_WORK,
     SCRIPT,
     SPLIT,
-    STRATEGIES,
     assert_close,
     descendants_of_test,
     finish,
@@ -22,21 +21,6 @@ from conftest import (
 FP32 = ["--precision", "fp32"]
 TWO, THREE = ({"launcher": "torchrun", "ranks": ranks} for ranks in (2, 3))
 AUTO = ["--rank_shares", "auto"]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unequal_shares_train_the_same_model(script, reference, strategy):
-    """With accumulation, short micro-batches, and an evaluation in which each token counts once."""
-    flags = [*SAME_WORK, *SPLIT, *FP32, "--strategy", strategy, "--no_export", "--profile_memory"]
-    run = script(*flags, "--rank_shares", "2,1", **TWO)
-    assert_close(run.losses, reference.losses, 1e-5)
-    norms, expected = ([m["grad_norm"] for m in r.metrics[:4]] for r in (run, reference))
-    assert_close(norms, expected, 1e-5)
-    assert run.results["eval_loss"] == pytest.approx(reference.results["eval_loss"], rel=1e-5)
-    # Of four sequences rank 0 has computed three.
-    assert run.results["rank_sequences"] == [3, 1]
-    kinds = run.results["memory"]["device_categories_bytes_by_rank"]
-    assert kinds[0]["activations"] > 2 * kinds[1]["activations"]
 
 
 @pytest.mark.slow
@@ -66,6 +50,7 @@ def test_a_checkpoint_resumes_under_other_shares(script, reference, saved_under,
     assert_close(resumed.losses, reference.losses[4:], 1e-5)
 
 
+@pytest.mark.slow
 def test_a_stream_is_divided_by_shares(script, text_file):
     flags = "--streaming --seq_length 32 --max_steps 6 --no_eval --no_export --dropout 0 --dataset "
     flags = [*flags.split(), text_file, *FP32]
@@ -89,12 +74,12 @@ def test_packed_examples_and_compiled_blocks_are_divided_by_shares(script, tmp_p
     assert run.results["eval_loss"] == pytest.approx(one.results["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp", slow("zero2"), slow("zero3")])
+@pytest.mark.parametrize("strategy", ["dp", slow("fsdp"), slow("zero2"), slow("zero3")])
 def test_auto_gives_a_slow_rank_fewer_sequences(script, strategy):
     """Rank 1 needs a multiple of the other's time; the losses stay those of equal ranks."""
     flags = "--seq_length 32 --num_samples 320 --max_steps 14 --dropout 0 --no_eval --no_export"
     flags = [*flags.split(), *FP32, "--strategy", strategy, "--save_every", "8"]
-    fault = {"program": FAULT, "env": {"FAULT": "slow:1:0.02"}, **TWO}
+    fault = {"program": FAULT, "env": {"FAULT": "slow:1:0.06"}, **TWO}
     run = script(*flags, "--batch_size", "4", *AUTO, **fault)
     one = script(*flags, "--batch_size", "8", "--strategy", "dp")
     assert_close(run.losses, one.losses, 1e-5)
@@ -102,7 +87,7 @@ def test_auto_gives_a_slow_rank_fewer_sequences(script, strategy):
     chosen = run.results["rank_sequences"]
     assert record["rank_sequences"] == chosen and chosen[0] > 4 > chosen[1] >= 1
     slow_rank, fast = record["rank_seconds_per_token"][::-1]
-    assert slow_rank > 0.02 / 32 > fast
+    assert slow_rank > max(fast, 0.06 / 32)
     # A resumed run repeats the choice at the same step: the checkpoint of step 8 contains it.
     checkpoint = run.folder / "checkpoints" / f"step-{record['step']:08d}"
     resumed = script(*flags, "--batch_size", "4", *AUTO, "--resume", checkpoint, **TWO)
@@ -110,14 +95,17 @@ def test_auto_gives_a_slow_rank_fewer_sequences(script, strategy):
     assert resumed.results["rank_sequences"] == chosen
 
 
-def test_a_rank_whose_larger_share_does_not_fit_ends_the_run_or_halves_the_batch(script):
+@pytest.mark.parametrize("restarts", [False, slow(True)])
+def test_a_rank_whose_larger_share_does_not_fit_ends_the_run_or_halves_the_batch(script, restarts):
     flags = "--seq_length 32 --max_steps 4 --dropout 0 --no_eval --no_export --batch_size 4"
     flags = [*flags.split(), *FP32, "--rank_shares", "3,1"]
     fault = {"program": FAULT, "env": {"FAULT": "oom_above:0:5"}, **TWO}
-    failed = script(*flags, **fault, ok=False)
-    assert failed.results["status"] == "oom" and "rank 0" in failed.error
-    run = script(*flags, "--auto_micro_batch", **fault, real=True)
-    assert (run.results["batch_size"], run.results["rank_sequences"]) == (2, [3, 1])
+    if restarts:
+        run = script(*flags, "--auto_micro_batch", **fault, real=True)
+        assert (run.results["batch_size"], run.results["rank_sequences"]) == (2, [3, 1])
+    else:
+        run = script(*flags, **fault, ok=False)
+        assert run.results["status"] == "oom" and "rank 0" in run.error
     assert descendants_of_test() == []
 
 
