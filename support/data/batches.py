@@ -139,7 +139,8 @@ def evaluated_by_ranks(state: TrainState, training: TrainingSettings) -> list[in
 
 def divide_over_ranks(indices: np.ndarray, sequences: list[int]) -> list[np.ndarray]:
     """Divide a micro-batch in the shares of a whole one, of which a rank has `sequences`."""
-    counts = divide(len(indices), sequences)
+    is_whole = len(indices) == sum(sequences)  # the usual case; `divide` would return the same
+    counts = sequences if is_whole else divide(len(indices), sequences)
     return np.split(indices, np.cumsum(counts)[:-1])
 
 
