@@ -144,15 +144,15 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
 
     manager = CheckpointManager.create(settings, ctx, folder.checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
-    most = plan.most_of_ranks(ctx, training.rank_shares == "auto")  # sequences that fit
-    state = batches.train_state(counters, datasets.train, training, ctx, most)
+    state = batches.train_state(counters, datasets.train, training, ctx, plan.rank_limits(ctx))
     if folder.was_complete_at(state):  # --resume of a completed run
         trained = finish.restore(folder, manager, state.step, training.load_best_at_end)
         finish.publish(settings, folder, target, trained, autocast(objects, ctx))
         finish.complete(ctx, folder)
         return objects.model
-    run = start.Run.open(settings, ctx, log, manager, state, most)  # log and meter of the steps
-    # Only now may files of an earlier run be changed: all checks have passed.
+
+    run = start.Run.open(settings, ctx, log, manager, state)  # log and meter of the steps
+    # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
@@ -192,8 +192,8 @@ def build(
 ) -> TrainingObjects:
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
     strategy = settings.parallelism.configured  # the row of --strategy, with its options
-    if settings.training.eval_only and strategy.whole_parameters:  # every rank holds all of P
-        return load_for_evaluation(settings.model, ctx, spec, log)
+    if settings.training.eval_only and strategy.whole_parameters:  # no gradients, no optimizer:
+        strategy = table.STRATEGIES["dp"]  # what is left are replicas of P
     builders: dict[str, Callable[..., TrainingObjects]] = {
         "ddp": build_ddp,
         "fsdp": build_fsdp,
@@ -223,8 +223,8 @@ def train_and_evaluate(
     while True:
         if due and validation.num_sequences:
             run.log.start_evaluation()
-            sequences = batches.evaluated_by_ranks(state, training)
-            eval_loss = evaluate(run.objects, validation, sequences, ctx)
+            rank_counts = batches.evaluation_counts(state, training)
+            eval_loss = evaluate(run.objects, validation, rank_counts, ctx)
             if eval_loss is None:  # a rank received a stop signal
                 finish.stop(run)  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
@@ -367,15 +367,15 @@ def rest_of_epoch(
     if not isinstance(train, opening.Sequences):  # a stream has its own order
         return train.step_batches(ctx.device)
     order = train.epoch_order(training.seed, state.epoch)[state.position :]
-    of_ranks, accumulation = state.sequences_of_next_steps(), training.gradient_accumulation_steps
-    shares = split_over_ranks(train, order, of_ranks, accumulation, ctx)
-    return batches.copy_ahead(shares, ctx.device)  # copies the next batch while a GPU computes
+    rank_counts = state.ranks.from_step(state.step + 1)
+    own = split_over_ranks(train, order, rank_counts, training.gradient_accumulation_steps, ctx)
+    return batches.copy_ahead(own, ctx.device)  # copies the next batch while a GPU computes
 
 
 def split_over_ranks(
     sequences: opening.Sequences,
     order: np.ndarray,
-    sequences_of_ranks: Iterable[list[int]],
+    rank_counts: Iterable[list[int]],
     accumulation: int,
     ctx: DistContext,
 ) -> Iterator[batches.StepBatch]:
@@ -389,10 +389,10 @@ def split_over_ranks(
     a loss.
 
     Args:
-        sequences_of_ranks: of each step, the sequences of each rank in a micro-batch.
+        rank_counts: for each step, the sequences of each rank in a micro-batch.
     """
     position = 0
-    for counts in sequences_of_ranks:  # for example [2, 2]; without end
+    for counts in rank_counts:  # for example [2, 2]; without end
         if position >= len(order):
             return
         all_ranks = sum(counts)
@@ -487,11 +487,14 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
 # ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(
-    objects: TrainingObjects, validation: opening.Sequences, of_ranks: list[int], ctx: DistContext
+    objects: TrainingObjects,
+    validation: opening.Sequences,
+    rank_counts: list[int],
+    ctx: DistContext,
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
-    A batch has `of_ranks` sequences of each rank.
+    A batch has `rank_counts` sequences of each rank.
 
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
@@ -501,8 +504,8 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
     order = np.arange(validation.num_sequences)
-    split = split_over_ranks(validation, order, itertools.repeat(of_ranks), 1, ctx)
-    count = batches.steps_of(len(order), sum(of_ranks))
+    split = split_over_ranks(validation, order, itertools.repeat(rank_counts), 1, ctx)
+    count = batches.steps_of(len(order), sum(rank_counts))
     steps = batches.with_bar(batches.copy_ahead(split, ctx.device), "Evaluation", count)
     for number, step_batch in enumerate(steps):
         # Not for each batch, because this check synchronizes the ranks.
@@ -524,6 +527,8 @@ def build_ddp(
     model = spec.load(ctx)
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
+    if settings.training.eval_only:
+        return TrainingObjects(strategy, model.to(ctx.device), optimizer=None)
     prepare.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
@@ -667,17 +672,6 @@ def partition_with_zero3(
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(ctx.device)
     return model
-
-
-def load_for_evaluation(
-    model_settings: prepare.ModelSettings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
-) -> TrainingObjects:
-    """Load the whole model on every rank, without a wrapper or an optimizer: a part of dp."""
-    model = spec.load(ctx)
-    prepare.prepare_forward(model, model_settings, spec)
-    log.model_loaded(spec)
-    model.to(ctx.device)
-    return TrainingObjects(table.STRATEGIES["dp"], model, optimizer=None)
 
 
 # -------------------------------------------------------------------- the same for all strategies

@@ -37,7 +37,7 @@ from support.cli.parser import Options
 from support.errors import EXIT_COMPLETED, EXIT_FAILED
 from support.memory import fit
 from support.memory.estimate import CUDA_CONTEXT, supporting
-from support.memory.fit import Limits, Room
+from support.memory.fit import Devices, Limits
 from support.planner import command, flags, text
 from support.planner.workload import read_workload
 from support.report import cost
@@ -49,23 +49,23 @@ from support.workload.workload import Workload
 
 def main() -> int:
     """Read the arguments, and print the answer; return the exit code."""
-    args, work, room = read_workload(flags.read_flags(flags.build_parser(__doc__)))
-    return (solve if args.solve else plan)(args, work, room)
+    args, work, devices = read_workload(flags.read_flags(flags.build_parser(__doc__)))
+    return (solve if args.solve else plan)(args, work, devices)
 
 
-def plan(args: Options, work: Workload, room: Room) -> int:
+def plan(args: Options, work: Workload, devices: Devices) -> int:
     """Print the memory estimate of every strategy, and a command; return the exit code."""
-    needs = [room.estimate(work, strategy) for strategy in supporting(work)]
-    fits = {need.strategy: room.fits(work, need.strategy) for need in needs}
-    chosen, changed = fit.recommend(work, room)
+    needs = [devices.estimate(work, strategy) for strategy in supporting(work)]
+    fits = {need.strategy: devices.fits(work, need.strategy) for need in needs}
+    chosen, changed = fit.recommend(work, devices)
     if of_file := fits.get(args.strategy):
         chosen, changed = next(n for n in needs if n.strategy == args.strategy), work
     command_line = spent = None
     if chosen:
-        command_line = command.command_of(args, changed, chosen.strategy, room)
+        command_line = command.command_of(args, changed, chosen.strategy, devices)
         if cost.is_planned(args):
             own_flags = command.flags_of(args, changed, chosen.strategy)
-            spent = cost.cost_of(args, changed, chosen, own_flags, room)
+            spent = cost.cost_of(args, changed, chosen, own_flags, devices)
     code = EXIT_COMPLETED if chosen and (of_file or not args.config) else EXIT_FAILED
     if args.json:
         own = {"file": args.config, "strategy": args.strategy, "fits": bool(of_file)}
@@ -74,7 +74,7 @@ def plan(args: Options, work: Workload, room: Room) -> int:
             "parameters": work.model.total,
             "gpus": args.gpus,
             "cuda_context_bytes": CUDA_CONTEXT,
-            "strategies": [text.as_dict(work, need, room) for need in needs],
+            "strategies": [text.as_dict(work, need, devices) for need in needs],
             **({"config": own} if args.config else {}),
             "recommended": chosen.strategy if chosen else None,
             "command": command_line,
@@ -82,7 +82,7 @@ def plan(args: Options, work: Workload, room: Room) -> int:
         }
         print(json.dumps(answer, indent=2))
         return code
-    print(text.as_text(args, work, room, needs))
+    print(text.as_text(args, work, devices, needs))
     if args.config and not of_file:
         print(f"❌ {args.config}: {args.strategy} does not fit.")
     if chosen is None:
@@ -94,17 +94,17 @@ def plan(args: Options, work: Workload, room: Room) -> int:
     used = getattr(chosen, "peak" if args.gpu_memory else "total") / GB
     use = f"Use {chosen.strategy}, the simplest strategy that fits"
     print(f"{f'{args.config}: {chosen.strategy} fits' if of_file else use} ({used:.1f} GB):")
-    print(f"\n    {command_line}\n{text.about_shares(changed, chosen.strategy, room)}", end="")
+    print(f"\n    {command_line}\n{text.about_shares(changed, chosen.strategy, devices)}", end="")
     print(f"\n{cost.as_text(*spent)}\n" if spent else "", end="")
     return code
 
 
-def solve(args: Options, work: Workload, room: Room) -> int:
+def solve(args: Options, work: Workload, devices: Devices) -> int:
     """Print the answer of each strategy to --solve; return the exit code."""
-    search: Callable[[Workload, str], int | None] = room.largest_batch
+    search: Callable[[Workload, str], int | None] = devices.largest_batch
     header = "largest batch"
-    if args.solve == "gpus" and isinstance(room, Limits):
-        limits = replace(room, ranks_per_node=args.gpus_per_node or 8)
+    if args.solve == "gpus" and isinstance(devices, Limits):
+        limits = replace(devices, ranks_per_node=args.gpus_per_node or 8)
         search, header = partial(fit.fewest_gpus, limits=limits), "fewest GPUs"
     supported = supporting(work)
     answers = {name: search(work, name) for name in PREFERENCE if name in supported}
@@ -112,7 +112,7 @@ def solve(args: Options, work: Workload, room: Room) -> int:
         print(json.dumps({"solve": args.solve, "answers": answers}, indent=2))
     else:
         rows = [(strategy, str(answer or "nothing fits")) for strategy, answer in answers.items()]
-        print(f"{text.title(args, work, room)}\n\n{text_table(rows, ('strategy', header))}")
+        print(f"{text.title(args, work, devices)}\n\n{text_table(rows, ('strategy', header))}")
     return EXIT_COMPLETED if any(answers.values()) else EXIT_FAILED
 
 

@@ -1,7 +1,10 @@
 """--rank_shares: from the shares of the ranks to whole sequences. Imports nothing heavy."""
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
 
 AUTO = "auto"  # the value of --rank_shares that lets the run measure and choose
 
@@ -68,3 +71,33 @@ def divide(
         if sequences[rank] < most[rank]:
             heapq.heappush(times, ((sequences[rank] + 1) / shares[rank], rank))
     return tuple(sequences)
+
+
+class Entry(TypedDict):
+    """The sequences of each rank in a micro-batch, from a step on."""
+
+    from_step: int  # the first step that has them, counted from 1
+    sequences: list[int]  # of each rank
+
+
+@dataclass
+class RankCounts:
+    """The sequences of each rank in the micro-batches of a run; --rank_shares auto changes them."""
+
+    history: list[Entry]  # in the order of the steps
+    limits: list[int] | None = None  # that fit the memory of each rank; None: not known
+
+    def at(self, step: int) -> list[int]:
+        """Return the sequences of each rank in a micro-batch of a step, counted from 1."""
+        return [entry for entry in self.history if entry["from_step"] <= step][-1]["sequences"]
+
+    def from_step(self, step: int) -> Iterator[list[int]]:
+        """Yield the sequences of each rank for each step from `step` on, without end.
+
+        A step is asked for when its batch is read, one step before it is trained.
+        """
+        return map(self.at, itertools.count(step))
+
+    def change(self, step: int, counts: list[int]) -> None:
+        """Choose the sequences of each rank from a step on, whose batch has not been read yet."""
+        self.history.append({"from_step": step, "sequences": counts})

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
+
+from support.rank_shares import Entry, RankCounts
 
 # The counters that a checkpoint saves, with their values in a new run.
 NEW_RUN: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "best": None}
 NEW_RUN |= {"training_seconds": 0.0, "first_loss": None, "last_loss": None}
 NEW_RUN |= {"rank_sequences": []}
-
-
-class RankSequences(TypedDict):
-    """The sequences of each rank in a micro-batch."""
-
-    from_step: int  # the first step that has them, counted from 1
-    sequences: list[int]  # of each rank
 
 
 @dataclass(frozen=True)
@@ -52,26 +45,16 @@ class TrainState:
     first_loss: float | None = None  # of these steps
     last_loss: float | None = None
     stopped_early: bool = False
-    first_step: int = 0  # value of `step` when this process started
-    # In the order of the steps. With --rank_shares auto the run may choose others.
-    rank_sequences: list[RankSequences] = field(default_factory=list)
+    ranks: RankCounts = field(default_factory=lambda: RankCounts([]))  # their sequences
 
     def counters(self) -> dict:
         """Return what a checkpoint saves, with the keys of NEW_RUN."""
         return {name: getattr(self, name) for name in NEW_RUN}
 
-    def sequences_of_ranks(self, step: int) -> list[int]:
-        """Return the sequences of each rank in a micro-batch of a step, counted from 1."""
-        chosen = [entry for entry in self.rank_sequences if entry["from_step"] <= step]
-        return chosen[-1]["sequences"]
-
-    def sequences_of_next_steps(self) -> Iterator[list[int]]:
-        """Yield the sequences of each rank for each step from the next one on, without end.
-
-        A step is asked for when its batch is read, one step before it is trained.
-        """
-        for step in itertools.count(self.step + 1):
-            yield self.sequences_of_ranks(step)
+    @property
+    def rank_sequences(self) -> list[Entry]:
+        """The sequences of the ranks, as a checkpoint saves them."""
+        return self.ranks.history
 
     @property
     def epoch(self) -> int:

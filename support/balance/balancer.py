@@ -10,7 +10,7 @@ from support.balance.timer import ForwardTimer
 from support.cluster.context import DistContext
 from support.files.json_types import JsonObject
 from support.rank_shares import divide
-from support.train_state import RankSequences, TrainState
+from support.train_state import TrainState
 
 WARM_UP = 3  # first steps of a process, which are slow: they compile, and allocate memory
 MEASURED = 5  # steps of a measurement
@@ -21,24 +21,22 @@ GAIN = 1.05  # the slowest rank must become faster by this factor
 class Choice(NamedTuple):
     """The result of a measurement."""
 
-    sequences: list[int]  # of each rank in a micro-batch
+    counts: list[int]  # the sequences of each rank in a micro-batch
     seconds: list[float]  # of each rank, for the forward pass of a token
     gain: float  # seconds of the slowest rank with equal work before / with these sequences
 
 
-def choose(
-    sequences: Sequence[int], seconds: Sequence[float], at_most: Sequence[int] | None
-) -> Choice:
+def choose(counts: Sequence[int], seconds: Sequence[float], limits: Sequence[int] | None) -> Choice:
     """Choose the sequences of each rank that minimize the time of the slowest rank.
 
     Args:
-        sequences: of each rank in a micro-batch until now.
+        counts: the sequences of each rank in a micro-batch until now.
         seconds: of each rank, for the forward pass of a token.
-        at_most: the sequences that fit the memory of each rank; None: not known.
+        limits: the sequences that fit the memory of each rank; None: not known.
     """
-    most = at_most and [*map(max, at_most, sequences)]  # the present ones have fitted
-    chosen = divide(sum(sequences), [1 / each for each in seconds], at_least=1, at_most=most)
-    before, after = (max(map(operator.mul, counts, seconds)) for counts in (sequences, chosen))
+    most = limits and [*map(max, limits, counts)]  # the present ones have fitted
+    chosen = divide(sum(counts), [1 / each for each in seconds], at_least=1, at_most=most)
+    before, after = (max(map(operator.mul, each, seconds)) for each in (counts, chosen))
     return Choice([*chosen], [*seconds], before / after)
 
 
@@ -53,19 +51,16 @@ class Balancer:
         ctx: DistContext,
         state: TrainState,
         timer: ForwardTimer | None,
-        at_most: list[int] | None,
         report: Callable[[JsonObject, str], None],
     ) -> None:
         """Create the balancer of a run.
 
         Args:
             timer: None without --rank_shares auto.
-            at_most: the sequences of a micro-batch that fit the memory of each rank; None: not
-                known.
             report: logs a record of metrics.jsonl and prints a line about it.
         """
         self._ctx, self._state, self._timer = ctx, state, timer
-        self._at_most, self._report = at_most, report
+        self._report = report
         self._measured = False  # at least once
         self._pause = FIRST_PAUSE
         self._start = state.step + WARM_UP  # the step after which the next measurement starts
@@ -88,13 +83,12 @@ class Balancer:
     def _adopt(self, seconds: float) -> None:
         """Exchange the times of the ranks, and choose."""
         state = self._state
-        before = state.sequences_of_ranks(state.step)
-        choice = choose(before, self._ctx.all_gather(seconds), self._at_most)
+        before = state.ranks.at(state.step)
+        choice = choose(before, self._ctx.all_gather(seconds), state.ranks.limits)
         changes = choice.gain >= GAIN
         if changes:
             # The batch of the next step has already been read.
-            later: RankSequences = {"from_step": state.step + 2, "sequences": choice.sequences}
-            state.rank_sequences.append(later)
+            state.ranks.change(state.step + 2, choice.counts)
         if changes or not self._measured:
             self._report(*description(state.step, before, choice, changes))
         self._measured = True
@@ -115,7 +109,7 @@ def description(
     fastest = min(choice.seconds)
     ratios = ", ".join(f"{time / fastest:.2f}" for time in choice.seconds)
     measured = f"for one sequence the ranks need {ratios} times as long as the fastest"
-    after = choice.sequences if changes else before
+    after = choice.counts if changes else before
     text = f"the ranks keep {_shown(before)} sequences of a micro-batch: {measured}"
     if changes:
         text = (
@@ -127,5 +121,5 @@ def description(
     return record, f"⚖️  --rank_shares auto: {text}."
 
 
-def _shown(sequences: list[int]) -> str:
-    return " : ".join(map(str, sequences))
+def _shown(counts: list[int]) -> str:
+    return " : ".join(map(str, counts))

@@ -9,10 +9,12 @@ from support.cli.parser import Options
 from support.errors import UserError
 from support.files.user_files import read_text
 from support.known_models import EMBEDDED_MODEL, GPT2_SHAPES
+from support.optimizers import OPTIMIZERS
 from support.rank_shares import AUTO
 from support.settings.data import Dataset, DataSettings, default_dataset
 from support.settings.model import ModelSettings
 from support.settings.output import OutputSettings
+from support.strategies.strategy import Resolved, Strategy
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 
@@ -114,6 +116,30 @@ def _problems_of_auto_shares(flags: Options) -> dict[str, bool]:
         "--rank_shares auto needs ranks that compute, and --simulate_gpus has one: "
         f"{numbers}": bool(flags.simulate_gpus),
     }
+
+
+def check_strategy_supports(flags: Options, strategy: Strategy) -> None:
+    """Check that the strategy supports --optim, --load_in_4bit and --rank_shares auto."""
+    if flags.load_in_4bit and not strategy.whole_parameters:
+        raise UserError(
+            f"--load_in_4bit does not work under {flags.strategy}, which would have to shard "
+            "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
+        )
+    if flags.rank_shares == AUTO and flags.compile and not strategy.whole_parameters:
+        raise UserError(
+            f"--rank_shares auto cannot tell computing from waiting in the compiled layers of "
+            f"{flags.strategy}: give shares such as 2,1, or leave --compile out."
+        )
+    if reason := strategy.why_not(OPTIMIZERS[flags.optim]):
+        raise UserError(f"--optim {flags.optim} does not work under {flags.strategy}: {reason}.")
+
+
+def check_prove(flags: Options, resolved: Resolved) -> None:
+    """Check that --prove may reduce gradients in fp32."""
+    if flags.prove is not None and flags.reduce_dtype in ("bf16", "fp16"):
+        file, _, key = resolved.sources.get("reduce_dtype", "").rpartition(": ")
+        advice = f"remove {key} from {file}" if file else "leave --reduce_dtype out"
+        raise UserError(f"--prove compares gradients in fp32: {advice}.")
 
 
 def _is_set(flags: Options, flag: str) -> bool:

@@ -4,18 +4,16 @@ import os
 import re
 from dataclasses import dataclass
 
-from support.cli.checks import refuse_conflicts
+from support.cli.checks import check_prove, check_strategy_supports, refuse_conflicts
 from support.cli.flags import IGNORED
 from support.cli.given import read_flags
 from support.cli.parser import Options
 from support.errors import UserError
 from support.known_models import EMBEDDED_MODEL
-from support.optimizers import OPTIMIZERS
-from support.rank_shares import AUTO
 from support.settings.data import Dataset, default_dataset
 from support.settings.settings import DEFAULTS, FLAGS, Settings
 from support.settings.training import default_learning_rate
-from support.strategies.strategy import Flags, Resolved, Strategy
+from support.strategies.strategy import Flags, Resolved
 from support.strategies.table import STRATEGIES
 
 # Flags of Trainer that `trainer_flags.convert` replaces by ours; it needs the merged flags.
@@ -85,8 +83,8 @@ def read_command_line(argv: list[str]) -> CommandLine:
     # The options of one strategy may describe another (NO_SHARD of FSDP).
     other = "strategy" in resolved.values
     strategy = (_resolve_strategy(flags, given) if other else resolved).strategy
-    _check_strategy_supports(flags, strategy)
-    _check_prove(flags, resolved)
+    check_strategy_supports(flags, strategy)
+    check_prove(flags, resolved)
     percentage = flags.validation_split_percentage
     computed = {
         "configured": strategy,
@@ -154,30 +152,6 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
     if len({d.name for d in datasets}) < len(datasets):
         raise UserError(f"--dataset {' '.join(words)}: a dataset is named twice: name it once.")
     return tuple(datasets)
-
-
-def _check_strategy_supports(flags: Options, strategy: Strategy) -> None:
-    """Check that the strategy supports --optim, --load_in_4bit and --rank_shares auto."""
-    if flags.load_in_4bit and not strategy.whole_parameters:
-        raise UserError(
-            f"--load_in_4bit does not work under {flags.strategy}, which would have to shard "
-            "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
-        )
-    if flags.rank_shares == AUTO and flags.compile and not strategy.whole_parameters:
-        raise UserError(
-            f"--rank_shares auto cannot tell computing from waiting in the compiled layers of "
-            f"{flags.strategy}: give shares such as 2,1, or leave --compile out."
-        )
-    if reason := strategy.why_not(OPTIMIZERS[flags.optim]):
-        raise UserError(f"--optim {flags.optim} does not work under {flags.strategy}: {reason}.")
-
-
-def _check_prove(flags: Options, resolved: Resolved) -> None:
-    """Check that --prove may reduce gradients in fp32."""
-    if flags.prove is not None and flags.reduce_dtype in ("bf16", "fp16"):
-        file, _, key = resolved.sources.get("reduce_dtype", "").rpartition(": ")
-        advice = f"remove {key} from {file}" if file else "leave --reduce_dtype out"
-        raise UserError(f"--prove compares gradients in fp32: {advice}.")
 
 
 def _notices(flags: Options, given: frozenset[str], resolved: Resolved) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ class DistContext:
         stop: the handler of stop signals; its `requested` is true after one arrived.
         store: the key-value store of the run.
         simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
-        real_world_size: number of processes that exist: 1 in a simulation.
         precision: of the computation: "fp32", "bf16" or "fp16".
         nodes: number of nodes.
         node_of_rank: the number of the node of each rank.
@@ -47,10 +46,14 @@ class DistContext:
         self.launch, self.device, self.backend = launch, device, backend
         self.rank, self.world_size, self.is_main = launch.rank, launch.world_size, launch.is_main
         self.simulated = backend == "fake"
-        self.real_world_size = 1 if self.simulated else launch.world_size
         self.monitor, self.stop, self.store = monitor, monitor.stop, store or dist.HashStore()
         self.precision, self.nodes, self.shares_output = "fp32", 1, True
         self.node_of_rank = [0] * self.world_size
+
+    @property
+    def real_world_size(self) -> int:
+        """Number of processes that exist: 1 in a simulation."""
+        return 1 if self.simulated else self.world_size
 
     @property
     def dtype(self) -> torch.dtype:

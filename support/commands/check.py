@@ -15,7 +15,7 @@ from support.commands import check_disks, check_machine, check_network
 from support.commands.check_line import OK, PROBLEM, Line
 from support.commands.check_memory import memory
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE
-from support.report.run_plan import planned_work
+from support.report.run_workload import workload_of_run
 from support.settings.settings import Settings
 
 
@@ -31,7 +31,7 @@ def check(settings: Settings, ctx: DistContext) -> int:
     strategy, output, training = settings.parallelism.configured, settings.output, settings.training
     # Only one rank per node: several would share the bandwidth.
     measures_nvme = strategy.needs_nvme and ctx.launch.is_node_leader
-    plan, name = partial(planned_work, settings, ctx), settings.parallelism.strategy
+    plan, name = partial(workload_of_run, settings, ctx), settings.parallelism.strategy
     nvme_folder = settings.parallelism.nvme_path or tempfile.gettempdir()
     results = [
         check_machine.software(strategy),

@@ -14,9 +14,9 @@ from support.data.sequences import MicroBatch, Sequences
 from support.data.stream_state import StreamState
 from support.errors import UserError
 from support.loss_chunks import IGNORED
-from support.rank_shares import AUTO, divide, of_each_rank
+from support.rank_shares import AUTO, RankCounts, divide, of_each_rank
 from support.settings.training import TrainingSettings
-from support.train_state import NEW_RUN, EvaluationPlan, RankSequences, TrainState
+from support.train_state import NEW_RUN, EvaluationPlan, TrainState
 
 
 def steps_of(num_sequences: int, batch: int) -> int:
@@ -72,24 +72,23 @@ def train_state(
     train: TrainingData,
     training: TrainingSettings,
     ctx: DistContext,
-    at_most: list[int] | None = None,
+    rank_limits: list[int] | None = None,
 ) -> TrainState:
     """Return the state of training from the counters of a checkpoint, or from NEW_RUN.
 
     Args:
-        at_most: with --rank_shares auto the sequences of a micro-batch that fit the memory of each
-            rank; None: not known, or without it.
+        rank_limits: with --rank_shares auto the sequences of a micro-batch that fit the memory of
+            each rank; None: not known, or without it.
     """
     sequences = max(1, train.num_sequences)  # --eval_only may have none
     steps = total_steps(training, ctx.world_size, sequences, counters["step"], counters["samples"])
-    first: RankSequences = {"from_step": 1, "sequences": initial_sequences(training, ctx, at_most)}
-    saved, size = counters["rank_sequences"], sum(first["sequences"])
-    most = at_most or [size] * ctx.world_size
+    saved = {name: counters[name] for name in NEW_RUN}
+    history = saved.pop("rank_sequences")
+    first = initial_counts(training, ctx, rank_limits)
     if training.rank_shares != AUTO or not all(
-        sum(entry["sequences"]) == size and fits(entry["sequences"], most) for entry in saved
+        fits(entry["sequences"], first, rank_limits) for entry in history
     ):
-        saved = []  # for other ranks, GPUs or batches
-    counters = {**counters, "rank_sequences": saved or [first]}
+        history = []  # for other ranks, GPUs or batches
     return TrainState(
         total_steps=0 if training.eval_only else steps,
         num_sequences=sequences,
@@ -97,25 +96,28 @@ def train_state(
         evaluations=EvaluationPlan(
             training.eval, training.eval_every, training.early_stopping_patience
         ),
-        first_step=counters["step"],
-        **{name: counters[name] for name in NEW_RUN},
+        ranks=RankCounts(history or [{"from_step": 1, "sequences": first}], rank_limits),
+        **saved,
     )
 
 
-def fits(sequences: list[int], most: list[int]) -> bool:
-    """Return whether each rank has a sequence, and no more than its limit."""
-    return len(sequences) == len(most) and all(
-        1 <= count <= limit for count, limit in zip(sequences, most, strict=True)
+def fits(rank_counts: list[int], others: list[int], rank_limits: list[int] | None) -> bool:
+    """Return whether the ranks may have these sequences of a micro-batch instead of `others`."""
+    limits = rank_limits or [sum(others)] * len(others)
+    return (
+        len(rank_counts) == len(others)
+        and sum(rank_counts) == sum(others)
+        and all(1 <= count <= limit for count, limit in zip(rank_counts, limits, strict=True))
     )
 
 
-def initial_sequences(
-    training: TrainingSettings, ctx: DistContext, at_most: list[int] | None = None
+def initial_counts(
+    training: TrainingSettings, ctx: DistContext, rank_limits: list[int] | None = None
 ) -> list[int]:
     """Return the sequences of each rank in a micro-batch at the start of a run: --rank_shares.
 
     Args:
-        at_most: the limits of the ranks, which count if they leave room for all sequences.
+        rank_limits: sequences that fit each rank; ignored if they leave no room for all sequences.
     Raises:
         UserError: the number of shares fits neither the ranks nor the nodes.
     """
@@ -124,23 +126,23 @@ def initial_sequences(
     except ValueError as error:
         raise UserError(f"--rank_shares: {error}.") from error
     count = training.batch_size * ctx.world_size
-    if at_most and sum(at_most) < count:
-        at_most = None
+    if rank_limits and sum(rank_limits) < count:
+        rank_limits = None
     # Each rank takes part in the collectives of each micro-batch, so it gets a sequence.
-    return [*divide(count, shares, at_least=1, at_most=at_most)]
+    return [*divide(count, shares, at_least=1, at_most=rank_limits)]
 
 
-def evaluated_by_ranks(state: TrainState, training: TrainingSettings) -> list[int]:
+def evaluation_counts(state: TrainState, training: TrainingSettings) -> list[int]:
     """Return the sequences of each rank in a batch of an evaluation, in the shares of a step."""
-    counts = state.sequences_of_ranks(state.step + 1)
+    counts = state.ranks.at(state.step + 1)
     size = training.eval_batch_size or training.batch_size
     return [*divide(size * len(counts), counts, at_least=1)]
 
 
-def divide_over_ranks(indices: np.ndarray, sequences: list[int]) -> list[np.ndarray]:
-    """Divide a micro-batch in the shares of a whole one, of which a rank has `sequences`."""
-    is_whole = len(indices) == sum(sequences)  # the usual case; `divide` would return the same
-    counts = sequences if is_whole else divide(len(indices), sequences)
+def divide_over_ranks(indices: np.ndarray, rank_counts: list[int]) -> list[np.ndarray]:
+    """Divide a micro-batch in the shares of a whole one, which has `rank_counts` sequences."""
+    is_whole = len(indices) == sum(rank_counts)  # the usual case; `divide` would return the same
+    counts = rank_counts if is_whole else divide(len(indices), rank_counts)
     return np.split(indices, np.cumsum(counts)[:-1])
 
 

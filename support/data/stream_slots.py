@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.cluster.context import DistContext
-from support.data.batches import StepBatch, initial_sequences
+from support.data import batches
 from support.data.packing import pack
 from support.data.rows import BadRow, Rows
 from support.data.sequences import Padding, Part, micro_batch
@@ -48,11 +48,11 @@ class BatchSlots:
     ) -> None:
         self._data, self._padding, self._seed = data, padding, training.seed
         self.count = training.global_batch(ctx.world_size)
-        of_ranks = initial_sequences(training, ctx)
-        before, own = sum(of_ranks[: ctx.rank]), of_ranks[ctx.rank]
+        rank_counts = batches.initial_counts(training, ctx)
+        before, own = sum(rank_counts[: ctx.rank]), rank_counts[ctx.rank]
         # The numbers of the slots of this rank, for each micro-batch.
         self._layout = [
-            range(first, first + own) for first in range(before, self.count, sum(of_ranks))
+            range(first, first + own) for first in range(before, self.count, sum(rank_counts))
         ]
         numbers = list(itertools.chain.from_iterable(self._layout))
         self.states = {number: new_slot() for number in numbers}
@@ -81,14 +81,14 @@ class BatchSlots:
         self.units.continue_at(begin, bad)
         return begin
 
-    def steps(self) -> Iterator[StepBatch]:
+    def steps(self) -> Iterator[batches.StepBatch]:
         """Yield the step batches of this rank, without end."""
         while True:
             sequences = [[next(self._sequences[n]) for n in numbers] for numbers in self._layout]
             tokens = sum(len(ids) for some in sequences for parts in some for ids, _ in parts)
             packing = self._data.packing
             stacked = [micro_batch(some, self._padding, packing) for some in sequences]
-            yield StepBatch(stacked, tokens, self.state())
+            yield batches.StepBatch(stacked, tokens, self.state())
 
     def first_sequence(self) -> list[Part]:
         """Return the parts of this rank's first sequence."""

@@ -18,7 +18,7 @@ from support.strategies.table import STRATEGIES
 from support.units import GB, KB, MB
 from support.workload import activations
 from support.workload.activations import BACKWARD, LOSS, STEP, Term
-from support.workload.workload import Workload
+from support.workload.workload import Dtypes, Workload
 
 # Allowances for the CUDA context, cuBLAS and NCCL, and for fragmentation. docs/PLAN.md compares
 # them with what an H200 had in use.
@@ -77,9 +77,8 @@ def sum_of(terms: Iterable[Term], phase: str) -> int:
 def predict(work: Workload, strategy: str) -> MemoryEstimate:
     """Return the memory estimate of one of STRATEGIES."""
     row = STRATEGIES[strategy]
-    casts = work.precision in row.autocast_precisions
-    work = replace(work, autocast=casts, replaces_linear=row.replaces_linear)
-    work = replace(work, reduce_dtype=work.reduce_dtype or row.reduce_dtype)
+    dtypes = Dtypes(work.precision in row.autocast_precisions, row.replaces_linear)
+    work = replace(work, dtypes=dtypes, reduce_dtype=work.reduce_dtype or row.reduce_dtype)
     states, sent = row.memory_terms(work)
     saved = activations.activation_terms(work)
     libraries = Term("cuBLAS workspaces", _cublas(work), STEP)

@@ -21,7 +21,7 @@ from support.workload.workload import Workload
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 
 
-class Room(Protocol):
+class Devices(Protocol):
     """The memory of all ranks: `Limits` if they are equal, else `unequal.UnequalGpus`."""
 
     @property
@@ -41,7 +41,7 @@ class Room(Protocol):
     def largest_batch(self, work: Workload, strategy: str) -> int:
         """Return the largest --batch_size up to 65,536 that fits; 0 if none does."""
 
-    def rank_shares(self, work: Workload, strategy: str) -> tuple[int, ...] | None:
+    def rank_counts(self, work: Workload, strategy: str) -> tuple[int, ...] | None:
         """Return the sequences of each rank in a micro-batch; None: as many for each rank."""
 
     def pace(self, work: Workload, strategy: str) -> float:
@@ -78,7 +78,7 @@ class Limits:
         """Return the sequences of the largest micro-batch up to 65,536 that fits; 0 if none."""
         return most_sequences(work, strategy, self.hold)
 
-    def rank_shares(self, work: Workload, strategy: str) -> None:
+    def rank_counts(self, work: Workload, strategy: str) -> None:
         """Return None: as many sequences for each rank."""
 
     def pace(self, work: Workload, strategy: str) -> float:
@@ -86,7 +86,7 @@ class Limits:
         return 1.0
 
 
-def recommend(work: Workload, room: Room) -> tuple[MemoryEstimate | None, Workload]:
+def recommend(work: Workload, devices: Devices) -> tuple[MemoryEstimate | None, Workload]:
     """Choose the first strategy that fits, if necessary with changes of the workload.
 
     The changes are smaller micro-batches, then gradient checkpointing, then both. Strategies that
@@ -102,12 +102,12 @@ def recommend(work: Workload, room: Room) -> tuple[MemoryEstimate | None, Worklo
         supported = [strategy for strategy in strategies if strategy in all_supported]
         for changed in (work,) if work.gradient_checkpointing else (work, checkpointing):
             for strategy in supported:
-                if room.fits(changed, strategy):
-                    return room.estimate(changed, strategy), changed
+                if devices.fits(changed, strategy):
+                    return devices.estimate(changed, strategy), changed
             for strategy in supported:
                 for split in splits(changed):
-                    if room.fits(split, strategy):
-                        return room.estimate(split, strategy), split
+                    if devices.fits(split, strategy):
+                        return devices.estimate(split, strategy), split
     return None, work
 
 

@@ -15,7 +15,7 @@ from support.workload.workload import Workload
 
 @dataclass(frozen=True)
 class UnequalGpus:
-    """The memory limits and the relative speeds of the ranks; a `fit.Room`."""
+    """The memory limits and the relative speeds of the ranks; a `fit.Devices`."""
 
     limits: tuple[Limits, ...]  # of each rank
     speeds: tuple[float, ...]  # of the ranks, relative to the fastest one
@@ -38,7 +38,7 @@ class UnequalGpus:
         }
         return [found[limits] for limits in self.limits]
 
-    def rank_shares(self, work: Workload, strategy: str) -> tuple[int, ...] | None:
+    def rank_counts(self, work: Workload, strategy: str) -> tuple[int, ...] | None:
         """Return the sequences of each rank that end a micro-batch first and fit; None: none do."""
         count = work.batch_size * work.world_size
         try:
@@ -48,7 +48,7 @@ class UnequalGpus:
 
     def fits(self, work: Workload, strategy: str) -> bool:
         """Return whether the sequences of a micro-batch can be divided so that every rank fits."""
-        return self.rank_shares(work, strategy) is not None
+        return self.rank_counts(work, strategy) is not None
 
     def closest(self, work: Workload, strategy: str) -> tuple[int, MemoryEstimate]:
         """Return the rank that is closest to its limit, and its memory estimate.
@@ -56,7 +56,7 @@ class UnequalGpus:
         If no division fits, it is that of the speeds alone.
         """
         count = work.batch_size * work.world_size
-        sequences = self.rank_shares(work, strategy) or divide(count, self.speeds, 1)
+        sequences = self.rank_counts(work, strategy) or divide(count, self.speeds, 1)
         needs = {n: predict(replace(work, batch_size=n), strategy) for n in {*sequences}}
 
         def filled(rank: int) -> float:
@@ -80,7 +80,7 @@ class UnequalGpus:
         It is the quotient of the times of the slowest rank, without communication and update. None
         if nothing fits, or if equal shares do not fit.
         """
-        shares = self.rank_shares(work, strategy)
+        shares = self.rank_counts(work, strategy)
         most = self.most(work, strategy, work.batch_size)
         if shares is None or min(most) < work.batch_size:
             return None
@@ -88,7 +88,7 @@ class UnequalGpus:
 
     def pace(self, work: Workload, strategy: str) -> float:
         """Return the speed of a step, relative to equal shares on GPUs as the fastest one."""
-        shares = self.rank_shares(work, strategy) or [work.batch_size] * work.world_size
+        shares = self.rank_counts(work, strategy) or [work.batch_size] * work.world_size
         return work.batch_size / self._seconds(shares)
 
     def _seconds(self, sequences: Sequence[int]) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from support.cli.parser import Options
 from support.files.weight_files import NAMES as WEIGHTS
-from support.memory.fit import Room
+from support.memory.fit import Devices
 from support.strategies.strategy import FlagValues
 from support.workload.architectures import name_on_hub
 from support.workload.workload import Workload
@@ -14,9 +14,9 @@ SAME_SWITCHES = ("no_fused_gelu", "isolate_documents", "load_in_4bit", "compile"
 RUN_DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw"}  # a run has them without flags
 
 
-def launcher(gpus: int, room: Room) -> str:
+def launcher(gpus: int, devices: Devices) -> str:
     """Return the command that starts Python on each rank."""
-    per_node = room.ranks_per_node
+    per_node = devices.ranks_per_node
     if gpus > per_node:
         return (
             f"srun --nodes={gpus // per_node} --ntasks-per-node={per_node} "
@@ -25,17 +25,17 @@ def launcher(gpus: int, room: Room) -> str:
     return "python" if gpus == 1 else f"torchrun --nproc_per_node={gpus}"
 
 
-def command_of(args: Options, work: Workload, strategy: str, room: Room) -> str:
+def command_of(args: Options, work: Workload, strategy: str, devices: Devices) -> str:
     """Return the command that runs the workload: with --config, and what differs from its file."""
     flags, own = [], RUN_DEFAULTS
     if args.config:
         flags = ["--config", args.config]
         own = {**args.in_file, "model": name_on_hub(args.in_file["model"])}
-    shares = room.rank_shares(work, strategy) or ()
+    shares = devices.rank_counts(work, strategy) or ()
     differ = len({*shares}) > 1 or "rank_shares" in own
     of_ranks = {"rank_shares": ",".join(map(str, shares)) if differ else None}
     flags += as_flags({**run_values(args, work, strategy), **of_ranks}, own)
-    return f"{launcher(args.gpus, room)} real_model_example.py {shlex.join(flags)}"
+    return f"{launcher(args.gpus, devices)} real_model_example.py {shlex.join(flags)}"
 
 
 def flags_of(args: Options, work: Workload, strategy: str) -> list[str]:

@@ -10,14 +10,7 @@ from support.rank_shares import shown_shares
 from support.report import cost
 from support.settings import flag_types
 
-SIZE = flag_types.positive_float
-
-
-def sizes(text: str) -> tuple[float, ...]:
-    """Parse numbers above 0 with commas between."""
-    return tuple(SIZE(number.strip()) for number in text.split(","))
-
-
+SIZE, SIZES = flag_types.positive_float, flag_types.positive_floats
 MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
     Qwen2.5-0.5B, Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2,
     Llama, Mistral, Qwen, GPT-NeoX) (default: gpt2)"""
@@ -28,12 +21,12 @@ PLANNER_FLAGS = (
     ("nodes", flag_types.ranks, "N", "nodes of --gpus_per_node GPUs, instead of --gpus"),
     (
         "gpu_memory",
-        sizes,
+        SIZES,
         "GB[,GB...]",
         "of each GPU, as in nvidia-smi (2^30 bytes); several values: of unequal GPUs, one for each "
         "(default: plan CPUs)",
     ),
-    ("gpu_speeds", sizes, "X[,X...]", "relative speeds, one for each GPU (default: equal)"),
+    ("gpu_speeds", SIZES, "X[,X...]", "relative speeds, one for each GPU (default: equal)"),
     ("host_memory", SIZE, "GB", "of a node, for offload, infinity and CPU processes"),
     ("nvme_free", SIZE, "GB", "of a node's disk, for infinity"),
     ("batch_size", flag_types.batch, "N", "sequences per GPU in a micro-batch (default: 4)"),

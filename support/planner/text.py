@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from support.cli.parser import Options
 from support.memory.estimate import CUDA_CONTEXT, GPU_SLACK, MemoryEstimate
-from support.memory.fit import Room
+from support.memory.fit import Devices
 from support.memory.unequal import UnequalGpus
 from support.text_tables import text_table
 from support.units import GB
@@ -24,31 +24,31 @@ UNEQUAL = (
 ON_CPU = "A process also holds Python, the libraries, and memory that it keeps for reuse."
 
 
-def as_text(args: Options, work: Workload, room: Room, needs: list[MemoryEstimate]) -> str:
+def as_text(args: Options, work: Workload, devices: Devices, needs: list[MemoryEstimate]) -> str:
     """Return the memory estimates of all strategies as a table, with what it leaves out."""
     header, size = ("peak", "peak") if args.gpu_memory else ("process", "total")
     rows, headers = [], ["strategy", header, "fits"]
     for need in needs:
-        fits, fitting = fits_how(work, need.strategy, room)
+        fits, fitting = fits_how(work, need.strategy, devices)
         rows.append([need.strategy, in_gb(getattr(need, size)), fits])
-        if isinstance(room, UnequalGpus):
-            rows[-1] += of_ranks(fitting, need.strategy, room)
-    headers += ["sequences", "speed-up"] if isinstance(room, UnequalGpus) else []
-    parts = [f"{title(args, work, room)}\n\n{text_table(rows, headers)}"]
-    parts += [UNEQUAL] if isinstance(room, UnequalGpus) else []
+        if isinstance(devices, UnequalGpus):
+            rows[-1] += of_ranks(fitting, need.strategy, devices)
+    headers += ["sequences", "speed-up"] if isinstance(devices, UnequalGpus) else []
+    parts = [f"{title(args, work, devices)}\n\n{text_table(rows, headers)}"]
+    parts += [UNEQUAL] if isinstance(devices, UnequalGpus) else []
     parts += [explain(need) for need in needs if args.explain]
     parts += [UNCONFIRMED] if work.model.embedding.unconfirmed else []
     what = "GB (2^30 bytes) per rank. The peak is the maximum over a step, without dropout."
     return "\n\n".join([*parts, f"{what}\n{ON_GPU if args.gpu_memory else ON_CPU}"])
 
 
-def title(args: Options, work: Workload, room: Room) -> str:
+def title(args: Options, work: Workload, devices: Devices) -> str:
     """Describe the workload in two lines."""
     options = f" × {work.accumulation} micro-batches" if work.accumulation > 1 else ""
     options += ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
         options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
-    sizes = args.gpu_memory or [round((room.gpu or 0) / GB, 1)]
+    sizes = args.gpu_memory or [round((devices.gpu or 0) / GB, 1)]
     memory = ", ".join(f"{size:g}" for size in sizes)
     if args.gpu_speeds:
         options += "; speeds " + ", ".join(f"{speed:g}" for speed in args.gpu_speeds)
@@ -59,38 +59,38 @@ def title(args: Options, work: Workload, room: Room) -> str:
     )
 
 
-def fits_how(work: Workload, strategy: str, room: Room) -> tuple[str, Workload | None]:
+def fits_how(work: Workload, strategy: str, devices: Devices) -> tuple[str, Workload | None]:
     """Describe whether a strategy fits, if necessary with a smaller batch and checkpointing.
 
     Returns:
         The description, and the workload that fits, or None.
     """
-    if room.fits(work, strategy):
+    if devices.fits(work, strategy):
         return "yes", work
-    if batch := room.largest_batch(work, strategy):
+    if batch := devices.largest_batch(work, strategy):
         return f"with batch {batch}", replace(work, batch_size=batch)
     checkpointing = replace(work, gradient_checkpointing=True)
-    if batch := min(room.largest_batch(checkpointing, strategy), work.batch_size):
+    if batch := min(devices.largest_batch(checkpointing, strategy), work.batch_size):
         return f"checkpointing, batch {batch}", replace(checkpointing, batch_size=batch)
     return "no", None
 
 
-def about_shares(work: Workload, strategy: str, room: Room) -> str:
+def about_shares(work: Workload, strategy: str, devices: Devices) -> str:
     """Return a line about the sequences of unequal GPUs, and the speed-up; "" if all are equal."""
-    if not isinstance(room, UnequalGpus):
+    if not isinstance(devices, UnequalGpus):
         return ""
-    shares, speed_up = of_ranks(work, strategy, room)
-    rank, _ = room.closest(work, strategy)
+    shares, speed_up = of_ranks(work, strategy, devices)
+    rank, _ = devices.closest(work, strategy)
     gain = f"{speed_up} the speed of equal shares" if speed_up.endswith("x") else speed_up
     return f"\nSequences of the ranks: {shares} ({gain}). Rank {rank} is closest to its limit.\n"
 
 
-def of_ranks(fitting: Workload | None, strategy: str, room: UnequalGpus) -> list[str]:
+def of_ranks(fitting: Workload | None, strategy: str, devices: UnequalGpus) -> list[str]:
     """Return the sequences of each rank, and the speed-up over equal shares, as text."""
     if fitting is None:
         return ["—", "—"]
-    shares = ",".join(map(str, room.rank_shares(fitting, strategy) or ()))
-    speed_up = room.speed_up(fitting, strategy)
+    shares = ",".join(map(str, devices.rank_counts(fitting, strategy) or ()))
+    speed_up = devices.speed_up(fitting, strategy)
     return [shares, f"{speed_up:.2f}x" if speed_up else "equal shares do not fit"]
 
 
@@ -108,20 +108,20 @@ def explain(need: MemoryEstimate) -> str:
     return f"{table}\nThe peak is in: {need.phase_of_peak()}. {sent}"
 
 
-def as_dict(work: Workload, need: MemoryEstimate, room: Room) -> dict:
+def as_dict(work: Workload, need: MemoryEstimate, devices: Devices) -> dict:
     """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
     checkpointing = replace(work, gradient_checkpointing=True)
     unequal = {}
-    if isinstance(room, UnequalGpus):
-        shares, speed_up = (f(work, need.strategy) for f in (room.rank_shares, room.speed_up))
+    if isinstance(devices, UnequalGpus):
+        shares, speed_up = (f(work, need.strategy) for f in (devices.rank_counts, devices.speed_up))
         unequal = {"rank_shares": shares, "speed_up": speed_up}
     return {
         "strategy": need.strategy,
         **{f"{name}_bytes": size for name, size in need.sizes().items()},
         "total_bytes": need.total,
-        "fits": room.fits(work, need.strategy),
-        "largest_batch": room.largest_batch(work, need.strategy),
-        "largest_batch_with_checkpointing": room.largest_batch(checkpointing, need.strategy),
+        "fits": devices.fits(work, need.strategy),
+        "largest_batch": devices.largest_batch(work, need.strategy),
+        "largest_batch_with_checkpointing": devices.largest_batch(checkpointing, need.strategy),
         **unequal,
         "terms": [term._asdict() for term in need.terms],
     }

@@ -6,7 +6,7 @@ from support.cli.parser import Options
 from support.errors import UserError
 from support.gpu_generations import HOPPER, TURING
 from support.memory.find_architecture import find_architecture
-from support.memory.fit import Limits, Room, host_memory
+from support.memory.fit import Devices, Limits, host_memory
 from support.memory.unequal import UnequalGpus
 from support.report import cost
 from support.settings.data import choose_seq_length
@@ -15,7 +15,7 @@ from support.workload.architectures import name_on_hub
 from support.workload.workload import Device, Kernels, Workload, adapters
 
 
-def read_workload(args: Options) -> tuple[Options, Workload, Room]:
+def read_workload(args: Options) -> tuple[Options, Workload, Devices]:
     """Return the arguments with the defaults of --gpus and --seq_length, the workload and limits.
 
     Raises:

@@ -11,7 +11,7 @@ from support.cluster.slurm import SIGNAL_SECONDS, seconds_of
 from support.errors import UserError
 from support.files.json_types import JsonObject
 from support.memory.estimate import MemoryEstimate
-from support.memory.fit import Room
+from support.memory.fit import Devices
 from support.report.network_cost import network_rows, on_network
 from support.report.rate import (
     Rate,
@@ -66,14 +66,14 @@ def is_planned(args: Options) -> bool:
 
 
 def cost_of(
-    args: Options, work: Workload, need: MemoryEstimate, flags: list[str], room: Room
+    args: Options, work: Workload, need: MemoryEstimate, flags: list[str], devices: Devices
 ) -> tuple[list[Row], str]:
     """Return the cost of a planned run, and a warning or "".
 
     Args:
         need: the memory estimate of the run's strategy, which has the bytes that a rank sends.
         flags: those of real_model_example.py for the run, for --measure.
-        room: the memory and the speeds of the ranks.
+        devices: the memory and the speeds of the ranks.
     Raises:
         UserError: --results names no run of this work, or a value is missing.
     """
@@ -85,10 +85,10 @@ def cost_of(
             measure(args, flags, work) if args.measure else read_completed_run(args.results)
         )
         rate = measured_rate(args, name, results, work, need.strategy)
-    rate = at_pace(rate, room.pace(work, need.strategy))
+    rate = at_pace(rate, devices.pace(work, need.strategy))
     network: list[Row] = []
     if args.bandwidth and need.sent:
-        network = network_rows(rate, work, need.strategy, args.bandwidth, room)
+        network = network_rows(rate, work, need.strategy, args.bandwidth, devices)
     if args.bandwidth:
         rate = on_network(rate, work, need.sent, args.bandwidth)
     rows, gpu_hours, steps = time_rows(args, work, rate)

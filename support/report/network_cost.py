@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from support.memory.estimate import predict, supporting
-from support.memory.fit import Room
+from support.memory.fit import Devices
 from support.report.rate import Rate, Row, human_time
 from support.strategies.table import PREFERENCE
 from support.units import GB
@@ -29,7 +29,7 @@ def on_network(rate: Rate, work: Workload, sent: int, bandwidth: float) -> Rate:
 
 
 def network_rows(
-    rate: Rate, work: Workload, strategy: str, bandwidth: float, room: Room
+    rate: Rate, work: Workload, strategy: str, bandwidth: float, devices: Devices
 ) -> list[Row]:
     """Return the rows about the accumulation with which the network takes less than a third.
 
@@ -43,7 +43,7 @@ def network_rows(
     name, number = "accumulation_for_network", enough_accumulation(rate, work, strategy, bandwidth)
     if number:
         more = replace(work, accumulation=number)
-        if room.fits(more, strategy):
+        if devices.fits(more, strategy):
             part = sending_share(rate, more, strategy, bandwidth)
             batch, now = (w.batch_size * w.accumulation * w.world_size for w in (more, work))
             source = f"computed: {work.batch_size} x {work.world_size} ranks x {number:,}"
@@ -51,13 +51,13 @@ def network_rows(
                 Row(name, number, f"{number:,}", f"computed: sending takes {part:.0%} of a step"),
                 Row("global_batch_for_network", batch, f"{batch:,}", f"{source}; now {now:,}"),
             ]
-        size = room.estimate(more, strategy).total / GB
+        size = devices.estimate(more, strategy).total / GB
         why = f"{number:,} would suffice, but need {size:.1f} GB"
     else:
         most = replace(work, accumulation=MOST_MICRO_BATCHES)
         part = sending_share(rate, most, strategy, bandwidth)
         why = f"{strategy} sends at least {part:.0%} of a step at any accumulation"
-    other = once_per_step(rate, work, bandwidth, room)
+    other = once_per_step(rate, work, bandwidth, devices)
     advice = Row("strategy_for_network", None, "none", "none that sends once per step fits")
     if other:
         flags = f"--strategy {other[0]} --gradient_accumulation_steps {other[1]}"
@@ -92,13 +92,13 @@ def computing_seconds(rate: Rate, work: Workload) -> tuple[float, float]:
 
 
 def once_per_step(
-    rate: Rate, work: Workload, bandwidth: float, room: Room
+    rate: Rate, work: Workload, bandwidth: float, devices: Devices
 ) -> tuple[str, int] | None:
     """Return the first strategy that sends once per step, and its accumulation, if it fits."""
     for strategy in [name for name in PREFERENCE if name in supporting(work)]:
         _, each = sending_seconds(work, strategy, bandwidth)
         number = enough_accumulation(rate, work, strategy, bandwidth)
-        if not each and number and room.fits(replace(work, accumulation=number), strategy):
+        if not each and number and devices.fits(replace(work, accumulation=number), strategy):
             return strategy, number
     return None
 

@@ -109,7 +109,7 @@ def at_pace(rate: Rate, pace: float) -> Rate:
 
     Args:
         rate: of a rank of speed 1.
-        pace: as `Room.pace`.
+        pace: as `Devices.pace`.
     """
     if pace == 1:
         return rate

@@ -84,7 +84,7 @@ def progress(state: TrainState) -> dict:
         "training_seconds": state.training_seconds,
         "train_loss_first": state.first_loss,
         "train_loss_last": state.last_loss,
-        "rank_sequences": state.sequences_of_ranks(state.step + 1),
+        "rank_sequences": state.ranks.at(state.step + 1),
     }
 
 

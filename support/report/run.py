@@ -41,13 +41,8 @@ class Run(NamedTuple):
         start_log: StartLog,
         manager: CheckpointManager,
         state: TrainState,
-        at_most: list[int] | None,
     ) -> Run:
-        """Create the meter and the log of the steps; files of an earlier run stay as they are.
-
-        Args:
-            at_most: the sequences of a micro-batch that fit each rank, for --rank_shares auto.
-        """
+        """Create the meter and the log of the steps; files of an earlier run stay as they are."""
         folder, memory, at_end = start_log.folder, start_log.memory, [*start_log.at_end]
         objects, spec = manager.objects, manager.spec
         of_loss = loss_bytes(objects, spec, state, settings.model.compile, ctx)
@@ -76,5 +71,5 @@ class Run(NamedTuple):
         timer = None
         if settings.training.rank_shares == AUTO and ctx.world_size > 1:
             timer = ForwardTimer(objects.module, objects.strategy.gathers, ctx.device)
-        balance = Balancer(ctx, state, timer, at_most, log.log_shares)
+        balance = Balancer(ctx, state, timer, log.log_shares)
         return cls(objects, state, folder, manager, log, meter, balance)

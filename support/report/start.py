@@ -12,7 +12,7 @@ from support.checkpoints import find
 from support.cluster import restart, tuning
 from support.cluster.compiler import check_compile
 from support.cluster.context import DistContext
-from support.data.batches import initial_sequences
+from support.data.batches import initial_counts
 from support.memory.measure import MemoryByPhase
 from support.model.spec import ModelSpec
 from support.report.profiling import record_memory
@@ -33,7 +33,7 @@ def open_folder(settings: Settings, ctx: DistContext) -> RunFolder:
     Raises:
         UserError: --rank_shares does not fit the ranks; or the folder cannot be used.
     """
-    initial_sequences(settings.training, ctx)
+    initial_counts(settings.training, ctx)
     say_setup(ctx)
     return RunFolder.open(settings, ctx)
 
@@ -90,7 +90,7 @@ def keep_freed_memory(plan: RunPlan, ctx: DistContext, strategy: Strategy) -> No
 
 def watch_steps(training: TrainingSettings, ctx: DistContext, run: Run, plan: RunPlan) -> None:
     """Report steps that hang from now on; with --auto_micro_batch restart if memory runs out."""
-    state = run.state
+    state, first_step = run.state, run.state.step + 1
     # --rank_shares auto may have changed the sequences of this rank.
     ctx.monitor.advise_with(lambda: plan.at_step(state, ctx).ways_to_fit(ctx))
     if not (training.auto_micro_batch and training.batch_size > 1):
@@ -101,7 +101,7 @@ def watch_steps(training: TrainingSettings, ctx: DistContext, run: Run, plan: Ru
         """Whether a new start with smaller micro-batches may help after memory ran out."""
         own_batch = training.eval_batch_size and run.meter.memory.doing == "evaluation"
         # Adam's states exist from the first update on, so the second step may need the most memory.
-        early = state.step < state.first_step + 2
+        early = state.step <= first_step
         return early and not run.manager.seconds and not own_batch
 
     values = restart.restart_values(training, run.folder.path)
@@ -114,7 +114,7 @@ def say_training(ctx: DistContext, run: Run, eval_only: bool) -> None:
     """Print the strategy and which steps follow."""
     title = f"🚂 Starting Training ({run.objects.strategy.title})"
     title = "⏳ Starting the memory simulation" if ctx.simulated else title
-    sequences = run.state.sequences_of_ranks(run.state.step + 1)
+    sequences = run.state.ranks.at(run.state.step + 1)
     if len({*sequences}) > 1:
         shown = " : ".join(map(str, sequences))
         console.print0(f"⚖️  The ranks compute {shown} sequences of a micro-batch")

@@ -29,7 +29,7 @@ def loss_bytes(
 
     def kept_by_loss() -> int:
         # Of the step that is measured, which is not counted yet.
-        tokens = state.sequences_of_ranks(state.step + 1)[ctx.rank] * spec.seq_length
+        tokens = state.ranks.at(state.step + 1)[ctx.rank] * spec.seq_length
         if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32
             return 4 * tokens * vocabulary
         if compiled and fits_in_graph(tokens, vocabulary, ctx.device.type):

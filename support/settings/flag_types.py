@@ -142,14 +142,18 @@ def some_of(known: str, synonyms: dict[str, str]) -> Callable[[str], tuple[str, 
     return parse
 
 
-def _share(text: str) -> float:
-    value = real(1e6)(text.strip())
+def _whole_if_possible(value: float) -> float:
     return int(value) if value.is_integer() else value
+
+
+def positive_floats(text: str) -> tuple[float, ...]:
+    """Parse numbers above 0 with commas between, such as 16,12,8."""
+    return tuple(_whole_if_possible(positive_float(each.strip())) for each in text.split(","))
 
 
 def shares(text: str) -> tuple[float, ...] | str:
     """Parse the shares of the ranks, such as 3,2,1; or "auto"."""
-    return text if text == AUTO else tuple(map(_share, text.split(",")))
+    return text if text == AUTO else positive_floats(text)
 
 
 reporters = some_of("tensorboard wandb", {"none": ""})

@@ -58,7 +58,7 @@ def activation_terms(work: Workload) -> list[Term]:
             if m.parallel and not any(layer.startswith("mlp") for layer in adapters.layers):
                 before += of_block["MLP"]
             terms.append(Term("activations: before adapters", -before, held))
-        if work.autocast:
+        if work.dtypes.autocast:
             matrices = m.layers * sum(filter(m.is_matrix, m.block()))
             size = c * (sum(work.trained) if adapters else matrices)
             terms.append(Term("16-bit weight copies", size, held))
@@ -127,7 +127,7 @@ def _saved_by_mlp(work: Workload) -> int:
     # transformers computes GPT-2's gelu_new in eight operations. On CUDA, autocast computes powers
     # in fp32, and so are the operations that follow.
     if m.mlp.activation == "gelu_new" and not work.kernels.fused_gelu:
-        in_fp32 = work.autocast and work.device.type == "cuda"
+        in_fp32 = work.dtypes.autocast and work.device.type == "cuda"
         in_activation = 3 * 4 + c if in_fp32 else 3 * c
     return (c + product + in_activation) * m.mlp.intermediate
 

@@ -1,7 +1,7 @@
 """The workload of a run: what its memory depends on, of model, batches, ranks and adapters."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from support.errors import UserError
 from support.gpu_generations import HOPPER, shares_keys
@@ -88,6 +88,23 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class Dtypes:
+    """What the strategy does to a model's operations, see Strategy."""
+
+    autocast: bool = False  # autocast chooses the dtypes of this precision
+    # torch.nn.Linear is replaced by a version that always saves its input.
+    replaces_linear: bool = False
+
+
+@dataclass(frozen=True)
+class OwnRank:
+    """The rank that is planned."""
+
+    number: int | None = None  # None: the one that needs the most memory
+    share: float = 1.0  # its sequences in a micro-batch / batch_size (--rank_shares)
+
+
+@dataclass(frozen=True)
 class Workload:
     """Workload of a run: the model, its batches and the number of ranks."""
 
@@ -99,16 +116,12 @@ class Workload:
     gradient_checkpointing: bool = False
     accumulation: int = 1  # micro-batches per optimizer step
     device: Device = Device()
-    rank: int | None = None  # the rank to estimate; None: the one that needs the most memory
+    rank: OwnRank = OwnRank()
     lora: Adapters | None = None  # adapters on frozen weights; None: all parameters are trained
     kernels: Kernels = Kernels()
     optimizer: str = "adamw"  # one of OPTIMIZERS
-    share: float = 1.0  # sequences of the rank in a micro-batch / batch_size (--rank_shares)
     reduce_dtype: str | None = None  # --reduce_dtype; None: the strategy's own
-    # What the strategy determines, see Strategy: autocast chooses the dtypes of this precision; and
-    # torch.nn.Linear is replaced by a version that always saves its input.
-    autocast: bool = False
-    replaces_linear: bool = False
+    dtypes: Dtypes = Dtypes()
 
     @property
     def trained(self) -> list[int]:
@@ -161,10 +174,14 @@ class Workload:
             return 4 * (self.lora.factored(self.model) if self.lora else self.model.factored())
         return int(OPTIMIZERS[self.optimizer].state_bytes) * sum(sizes)
 
+    def with_share(self, share: float) -> "Workload":
+        """Return the workload of a rank with this share, see `OwnRank`."""
+        return replace(self, rank=replace(self.rank, share=share))
+
     @property
     def sequences(self) -> int:
         """Sequences of the rank in one micro-batch."""
-        exact = self.batch_size * self.share
+        exact = self.batch_size * self.rank.share
         # (5 / 3) * 3 may be a little more than 5.
         return round(exact) if math.isclose(exact, round(exact)) else math.ceil(exact)
 
@@ -209,7 +226,7 @@ class Workload:
     @property
     def casts_weights(self) -> bool:
         """Whether autocast makes 16-bit copies of fp32 weights; frozen ones are 16-bit."""
-        return self.autocast and self.lora is None
+        return self.dtypes.autocast and self.lora is None
 
     @property
     def stream(self) -> int:
@@ -219,7 +236,7 @@ class Workload:
     @property
     def layer_norm(self) -> int:
         """Bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
-        return 4 if self.autocast and self.device.type == "cuda" else self.stream
+        return 4 if self.dtypes.autocast and self.device.type == "cuda" else self.stream
 
     @property
     def optimizer_temporaries(self) -> int:
@@ -236,7 +253,7 @@ class Workload:
 
         GPT-2 has no torch.nn.Linear except its output layer.
         """
-        own_linear = self.replaces_linear and self.model.family != "gpt2"
+        own_linear = self.dtypes.replaces_linear and self.model.family != "gpt2"
         return self.lora is None or layer in self.lora.layers or own_linear
 
 

@@ -11,7 +11,7 @@ from support.memory.estimate import predict
 from support.report.causes import facts_of
 from support.strategies.table import STRATEGIES
 from support.workload.architectures import read_architecture
-from support.workload.workload import Workload
+from support.workload.workload import OwnRank, Workload
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000}
 MODEL = read_architecture(GPT2 | {"n_positions": 128}, "tiny")
@@ -96,7 +96,7 @@ def test_fsdp_stays_standard_for_the_estimate(read):
 def test_the_estimate_sends_half_of_the_gradients(strategy, accumulation):
     def sent(dtype):
         work = Workload(
-            MODEL, 2, 1, 64, "fp32", accumulation=accumulation, reduce_dtype=dtype, rank=0
+            MODEL, 2, 1, 64, "fp32", accumulation=accumulation, reduce_dtype=dtype, rank=OwnRank(0)
         )
         return predict(work, strategy).sent
 

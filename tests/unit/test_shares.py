@@ -81,12 +81,12 @@ def test_shares_that_are_no_positive_numbers_are_refused(text):
 
 def test_the_ranks_choose_shares_that_end_together():
     choice = choose([6, 6], [1.0, 2.0], None)
-    assert choice.sequences == [8, 4] and choice.gain == pytest.approx(1.5)
-    assert choose([8, 4], [1.0, 2.0], None).sequences == [8, 4]
+    assert choice.counts == [8, 4] and choice.gain == pytest.approx(1.5)
+    assert choose([8, 4], [1.0, 2.0], None).counts == [8, 4]
     assert choose([6, 6], [1.0, 1.08], None).gain < GAIN  # a difference that needs no change
     # No more than fits the memory of a rank, but not fewer than it has computed.
-    assert choose([6, 6], [1.0, 10.0], [7, 12]).sequences == [7, 5]
-    assert choose([6, 6], [1.0, 10.0], [3, 12]).sequences == [6, 6]
+    assert choose([6, 6], [1.0, 10.0], [7, 12]).counts == [7, 5]
+    assert choose([6, 6], [1.0, 10.0], [3, 12]).counts == [6, 6]
 
 
 class Ranks:
@@ -112,8 +112,8 @@ class Timer:
 def steps_of_a_run(slower: float, steps: int) -> tuple[Ranks, TrainState, list]:
     ranks, reports = Ranks(slower), []
     state = TrainState(steps, 10**6, global_batch=12)
-    state.rank_sequences = [{"from_step": 1, "sequences": [6, 6]}]
-    balancer = Balancer(ranks, state, Timer(), None, lambda *report: reports.append(report))
+    state.ranks.change(1, [6, 6])
+    balancer = Balancer(ranks, state, Timer(), lambda *report: reports.append(report))
     for _ in range(steps):
         state.advance()
         balancer.after_step()
@@ -125,15 +125,15 @@ def test_a_choice_is_used_two_steps_later_and_kept_while_it_fits():
     _, state, reports = steps_of_a_run(slower=2.0, steps=100)
     [(record, text)] = reports
     first = WARM_UP + MEASURED + 2
-    assert state.sequences_of_ranks(first - 1) == [6, 6]
-    assert state.sequences_of_ranks(first) == state.sequences_of_ranks(100) == [8, 4]
+    assert state.ranks.at(first - 1) == [6, 6]
+    assert state.ranks.at(first) == state.ranks.at(100) == [8, 4]
     assert record["step"] == WARM_UP + MEASURED and record["rank_sequences"] == [8, 4]
     assert f"from step {first} on" in text and "8 : 4" in text
 
 
 def test_equal_ranks_change_nothing_and_measure_more_more_rarely():
     ranks, state, reports = steps_of_a_run(slower=1.03, steps=1000)
-    assert state.sequences_of_ranks(1000) == [6, 6] and ranks.exchanged < 15
+    assert state.ranks.at(1000) == [6, 6] and ranks.exchanged < 15
     [(record, text)] = reports  # says once that they are equal
     assert record["rank_sequences"] == [6, 6] and "keep 6 : 6" in text
 

@@ -26,14 +26,14 @@ def gpus(sizes, speeds=None):
     return UnequalGpus(limits, tuple(speeds or [1.0] * len(sizes)))
 
 
-def hold(room, work, strategy, sequences):
+def hold(devices, work, strategy, sequences):
     """Whether each rank fits with its sequences."""
     needs = [predict(replace(work, batch_size=count), strategy) for count in sequences]
-    return all(limits.hold(need) for limits, need in zip(room.limits, needs, strict=True))
+    return all(limits.hold(need) for limits, need in zip(devices.limits, needs, strict=True))
 
 
 def planned(monkeypatch, line):
-    """The arguments, the workload and the room of a command line of the planner."""
+    """The arguments, the workload and the devices of a command line of the planner."""
     monkeypatch.setattr("sys.argv", ["plan_memory.py", *shlex.split(line)])
     return read_workload(flags.read_flags(flags.build_parser("Plan.")))
 
@@ -43,118 +43,118 @@ def test_no_division_that_fits_ends_earlier(strategy):
     """Against all divisions of 8 sequences over two ranks, of which the faster has less memory."""
     work = Workload(GPT2, 2, 4, 1024)
     of_three = predict(replace(work, batch_size=3), strategy).total
-    room = gpus((of_three / GB + 0.1, 16), (3.0, 1.0))
+    devices = gpus((of_three / GB + 0.1, 16), (3.0, 1.0))
     every = [(n, 8 - n) for n in range(1, 8)]
-    fitting = [pair for pair in every if hold(room, work, strategy, pair)]
+    fitting = [pair for pair in every if hold(devices, work, strategy, pair)]
     assert 0 < len(fitting) < len(every)
-    found = room.rank_shares(work, strategy)
+    found = devices.rank_counts(work, strategy)
     assert found in fitting
     seconds = [max(a / 3, b / 1) for a, b in fitting]
     assert max(found[0] / 3, found[1] / 1) == min(seconds)
 
 
 def test_the_estimate_is_of_the_rank_that_is_closest_to_its_limit():
-    room, work = gpus((40, 8), (10.0, 1.0)), Workload(GPT2, 2, 4, 1024)
-    assert room.rank_shares(work, "dp") == (7, 1)
+    devices, work = gpus((40, 8), (10.0, 1.0)), Workload(GPT2, 2, 4, 1024)
+    assert devices.rank_counts(work, "dp") == (7, 1)
     assert predict(replace(work, batch_size=1), "dp").total / 8 > (
         predict(replace(work, batch_size=7), "dp").total / 40
     )
-    rank, need = room.closest(work, "dp")
+    rank, need = devices.closest(work, "dp")
     assert rank == 1 and need == predict(replace(work, batch_size=1), "dp")
     # Where nothing fits, with the shares of the speeds.
-    small = replace(room, limits=gpus((2, 3)).limits)
+    small = replace(devices, limits=gpus((2, 3)).limits)
     assert not small.fits(work, "dp")
     assert small.estimate(work, "dp") == predict(replace(work, batch_size=7), "dp")
 
 
 def test_the_speed_up_is_over_equal_shares_if_these_fit():
     work = Workload(GPT2, 3, 4, 256)
-    room = gpus((16, 16, 16), (1, 0.7, 0.5))
-    assert room.rank_shares(work, "dp") == (6, 4, 2)
-    assert room.speed_up(work, "dp") == pytest.approx((4 / 0.5) / (6 / 1))
-    assert room.pace(work, "dp") == pytest.approx(4 / 6)
+    devices = gpus((16, 16, 16), (1, 0.7, 0.5))
+    assert devices.rank_counts(work, "dp") == (6, 4, 2)
+    assert devices.speed_up(work, "dp") == pytest.approx((4 / 0.5) / (6 / 1))
+    assert devices.pace(work, "dp") == pytest.approx(4 / 6)
     assert gpus((16, 16, 16)).speed_up(work, "dp") == 1
-    small = replace(room, limits=gpus((16, 16, 3.9)).limits)
+    small = replace(devices, limits=gpus((16, 16, 3.9)).limits)
     assert not Limits(int(3.9 * GB)).fits(work, "dp") and small.fits(work, "dp")
     assert small.speed_up(work, "dp") is None
 
 
 def test_the_largest_batch_is_an_average():
-    room, work = gpus((6, 12)), Workload(GPT2, 2, 1, 1024)
-    batch = room.largest_batch(work, "zero2")
-    assert room.limits[0].largest_batch(work, "zero2") < batch
-    assert room.fits(replace(work, batch_size=batch), "zero2")
-    assert not room.fits(replace(work, batch_size=batch + 1), "zero2")
+    devices, work = gpus((6, 12)), Workload(GPT2, 2, 1, 1024)
+    batch = devices.largest_batch(work, "zero2")
+    assert devices.limits[0].largest_batch(work, "zero2") < batch
+    assert devices.fits(replace(work, batch_size=batch), "zero2")
+    assert not devices.fits(replace(work, batch_size=batch + 1), "zero2")
     assert gpus((1, 12)).largest_batch(work, "zero2") == 0
 
 
 def test_the_recommended_micro_batches_keep_the_global_batch():
     work = Workload(GPT2, 2, 64, 1024)
-    room = gpus((6, 12))
-    need, changed = recommend(work, room)
+    devices = gpus((6, 12))
+    need, changed = recommend(work, devices)
     assert 1 < changed.batch_size < 64 and changed.batch_size * changed.accumulation == 64
-    shares = room.rank_shares(changed, need.strategy)
+    shares = devices.rank_counts(changed, need.strategy)
     assert sum(shares) == 2 * changed.batch_size and shares[0] < shares[1]
-    assert hold(room, changed, need.strategy, shares)
+    assert hold(devices, changed, need.strategy, shares)
 
 
 def test_the_command_has_unequal_shares_only(monkeypatch):
-    args, work, room = planned(monkeypatch, "--model gpt2 --gpu_memory 16,8 --gpu_speeds 3,1")
+    args, work, devices = planned(monkeypatch, "--model gpt2 --gpu_memory 16,8 --gpu_speeds 3,1")
     assert args.gpus == work.world_size == 2
-    found = command.command_of(args, work, "dp", room)
+    found = command.command_of(args, work, "dp", devices)
     assert found.startswith("torchrun --nproc_per_node=2") and "--rank_shares 6,2" in found
     assert "--rank_shares" not in " ".join(command.flags_of(args, work, "dp"))  # for --measure
     for line in ("--gpu_memory 16,8", "--gpu_memory 16 --gpus 2"):
-        args, work, room = planned(monkeypatch, line)
-        assert "--rank_shares" not in command.command_of(args, work, "dp", room)
+        args, work, devices = planned(monkeypatch, line)
+        assert "--rank_shares" not in command.command_of(args, work, "dp", devices)
 
 
 def test_the_table_names_shares_and_speed_up(monkeypatch):
     line = "--model gpt2 --gpu_memory 16,4.6 --gpu_speeds 3,1 --batch_size 8"
-    args, work, room = planned(monkeypatch, line)
-    needs = [room.estimate(work, strategy) for strategy in ("dp", "zero3")]
-    table = text.as_text(args, work, room, needs)
+    args, work, devices = planned(monkeypatch, line)
+    needs = [devices.estimate(work, strategy) for strategy in ("dp", "zero3")]
+    table = text.as_text(args, work, devices, needs)
     assert "2 x GPU of 16, 4.6 GB" in table and "speeds 3, 1" in table
     [dp, zero3] = (
         row.split(None, 4) for row in table.splitlines() if row.startswith(("dp", "zero3"))
     )
     assert dp[2:] == ["yes", "13,3", "equal shares do not fit"]
     assert zero3[2:] == ["yes", "12,4", "2.00x"]
-    found = text.as_dict(work, needs[1], room)
+    found = text.as_dict(work, needs[1], devices)
     assert (found["rank_shares"], found["speed_up"]) == ((12, 4), 2)
-    assert "2.00x the speed of equal shares" in text.about_shares(work, "zero3", room)
-    none = text.as_dict(work, needs[0], replace(room, limits=gpus((2, 2)).limits))
+    assert "2.00x the speed of equal shares" in text.about_shares(work, "zero3", devices)
+    none = text.as_dict(work, needs[0], replace(devices, limits=gpus((2, 2)).limits))
     assert (none["fits"], none["rank_shares"], none["speed_up"]) == (False, None, None)
 
 
 def test_processes_on_a_cpu_can_differ_in_speed(monkeypatch):
-    _, work, room = planned(monkeypatch, "--gpu_speeds 1,0.5 --model tiny-gpt2")
-    assert work.device.type == "cpu" and room.limits[0] == room.limits[1]
-    assert room.rank_shares(work, "dp") == (6, 2)
+    _, work, devices = planned(monkeypatch, "--gpu_speeds 1,0.5 --model tiny-gpt2")
+    assert work.device.type == "cpu" and devices.limits[0] == devices.limits[1]
+    assert devices.rank_counts(work, "dp") == (6, 2)
 
 
 def test_the_slowest_rank_determines_the_rate(monkeypatch):
     """6, 4 and 2 sequences at speeds 1, 0.7 and 0.5: a step of 6 times a sequence at speed 1."""
     line = "--model gpt2 --gpu_memory 16,16,16 --gpu_speeds 1,0.7,0.5 --device A100 --max_steps 10"
-    args, work, room = planned(monkeypatch, line)
-    rows, _ = cost.cost_of(args, work, room.estimate(work, "dp"), [], room)
+    args, work, devices = planned(monkeypatch, line)
+    rows, _ = cost.cost_of(args, work, devices.estimate(work, "dp"), [], devices)
     alone = rates.assumed_rate(args, work).tokens_per_second
     hours = {row.name: row.value for row in rows}["hours"]
     assert 3600 * hours / 10 == pytest.approx(6 * work.seq_length / alone)
 
 
 def test_a_rank_needs_the_memory_of_its_share():
-    work = Workload(GPT2, 2, 4, 512, share=1.5)
-    assert work.sequences == 6 and replace(work, share=1.4).sequences == 6
-    assert replace(work, batch_size=3, share=5 / 3).sequences == 5
-    assert replace(work, batch_size=1, share=0.25).sequences == 1
+    work = Workload(GPT2, 2, 4, 512).with_share(1.5)
+    assert work.sequences == 6 and work.with_share(1.4).sequences == 6
+    assert replace(work, batch_size=3).with_share(5 / 3).sequences == 5
+    assert replace(work, batch_size=1).with_share(0.25).sequences == 1
     six = predict(Workload(GPT2, 2, 6, 512), "dp")
     assert predict(work, "dp").sizes() == six.sizes()
 
 
 def test_advice_to_a_rank_with_a_share_is_in_the_terms_of_the_flags():
     """--batch_size is the average of the ranks."""
-    work = Workload(GPT2, 2, 8, 1024, share=1.75)
+    work = Workload(GPT2, 2, 8, 1024).with_share(1.75)
     limits = Limits(8 * GB)
     assert not limits.fits(work, "dp")
     found = [line for line in remedies(work, "dp", limits) if line.startswith("--batch_size")]
@@ -268,10 +268,10 @@ def test_a_run_file_with_shares_needs_the_speeds_and_the_command_replaces_them(
     with pytest.raises(UserError, match="rank_shares"):
         planned(monkeypatch, f"--config {file} --gpu_memory 24 --gpus 3")
     for speeds, expected in (("6,4,2", None), ("1,1,1", "4,4,4"), ("4,1,1", "8,2,2")):
-        args, work, room = planned(
+        args, work, devices = planned(
             monkeypatch, f"--config {file} --gpu_memory 24 --gpu_speeds {speeds}"
         )
-        line = command.command_of(args, work, "dp", room)
+        line = command.command_of(args, work, "dp", devices)
         assert line.partition("--rank_shares ")[2] == (expected or "6,4,2")
 
 

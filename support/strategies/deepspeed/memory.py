@@ -173,4 +173,4 @@ def _kept_gradients(work: Workload) -> int:
             for rank in range(start // share, last + 1):
                 kept[rank] += size
             start += size
-    return max(kept) if work.rank is None else kept[work.rank]
+    return max(kept) if work.rank.number is None else kept[work.rank.number]
