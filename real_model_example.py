@@ -337,17 +337,23 @@ def train_epoch_deepspeed(
 def learning_rate(step: int, total_steps: int, training: TrainingSettings) -> float:
     """Return the learning rate of a step: linear warm-up to --lr, then the decay of --lr_scheduler.
 
-    `step` counts from 0. "linear" and "cosine" reach 0 at the step `total_steps`.
+    `step` counts from 0. The decay reaches --min_lr_ratio × --lr at the step `total_steps`.
     """
     warmup_steps = training.warmup_steps or math.ceil(training.warmup_ratio * total_steps)
     if step < warmup_steps:
         return training.lr * (step + 1) / (warmup_steps + 1)
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if training.lr_scheduler == "linear":
-        return training.lr * (1 - progress)
-    if training.lr_scheduler == "cosine":
-        return training.lr * (0.5 * (1 + math.cos(math.pi * progress)))
-    return training.lr  # constant
+    decay_steps, kind = total_steps - warmup_steps, training.lr_scheduler
+    if kind == "wsd":  # warm-up, a stable part, and the decay in the last steps
+        decay_steps = min(decay_steps, math.ceil(training.decay_ratio * total_steps))
+        kind = training.decay_type
+    progress = max(0, step - total_steps + decay_steps) / max(1, decay_steps)  # 0 to 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "1-sqrt": 1 - math.sqrt(progress),
+    }
+    return training.lr * (training.min_lr_ratio + (1 - training.min_lr_ratio) * factors[kind])
 
 
 def set_learning_rate(optimizer, lr: float) -> None:

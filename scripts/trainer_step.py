@@ -82,7 +82,7 @@ def make_step(
         gradient_checkpointing=gradient_checkpointing,
         per_device_train_batch_size=training.batch_size,
         learning_rate=training.lr,
-        lr_scheduler_type=training.lr_scheduler,
+        lr_scheduler_type="constant",  # every schedule begins with --lr
         optim="adamw_torch_fused",
         use_cpu=not torch.cuda.is_available(),
         logging_steps=1,

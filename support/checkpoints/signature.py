@@ -28,12 +28,13 @@ from support.strategies.wrapped import full_shape
 
 INFORMATIONAL_FLAGS = """
     strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
-    warmup_ratio adam_beta1 adam_beta2 adam_epsilon optim weight_decay max_grad_norm dropout
-    from_scratch lora_dropout fused_gelu
+    warmup_ratio decay_ratio decay_type min_lr_ratio adam_beta1 adam_beta2 adam_epsilon optim
+    weight_decay max_grad_norm dropout from_scratch lora_dropout fused_gelu
     """.split()
 NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
 # Entries that earlier versions did not write, and their value in the runs of those versions.
 VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
+VALUES_BEFORE |= {"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0}
 
 
 def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:

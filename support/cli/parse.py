@@ -24,6 +24,8 @@ USERS = {
     "nvme_path": "infinity",
     "fsdp_config": "fsdp",
     "logging_dir": "--report_to tensorboard",
+    **dict.fromkeys(("decay_ratio", "decay_type"), "--lr_scheduler wsd"),
+    "min_lr_ratio": "schedules with a decay",
 }
 CHECK_SECONDS = 60  # --check: the longest wait for another rank
 SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
@@ -157,6 +159,8 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
 def _notices(flags: Options, given: frozenset[str], resolved: Resolved) -> tuple[str, ...]:
     """Return lines about what was given and has no effect in this run."""
     used = resolved.used | ({"logging_dir"} if "tensorboard" in flags.report_to else set())
+    used |= {"decay_ratio", "decay_type"} if flags.lr_scheduler == "wsd" else set()
+    used |= {"min_lr_ratio"} if flags.lr_scheduler != "constant" else set()
     lines = [
         f"--{flag} is used by {users} only: ignored"
         for flag, users in USERS.items()

@@ -42,8 +42,18 @@ class TrainingSettings:
         "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)",
     )
     lr_scheduler: str = flag(
-        "linear", flag_types.choice, "decay after warm-up", choices=("linear", "cosine", "constant")
+        "linear",
+        flag_types.choice,
+        "decay after warm-up; wsd: stable until the last --decay_ratio of the steps",
+        choices=("linear", "cosine", "constant", "wsd"),
     )
+    decay_ratio: float = flag(
+        0.1, flag_types.real(1), "wsd: the decay as a share of all steps, rounded up"
+    )
+    decay_type: str = flag(
+        "linear", flag_types.choice, "wsd: the form of the decay", choices=("linear", "1-sqrt")
+    )
+    min_lr_ratio: float = flag(0.0, flag_types.probability, "share of --lr at which the decay ends")
     warmup_steps: int = flag(
         0, flag_types.whole(0, flag_types.MOST_STEPS), "steps of linear warm-up"
     )

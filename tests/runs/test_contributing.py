@@ -69,14 +69,14 @@ def losses(copy: Path, strategy: str, folder: Path, *flags: str) -> list[float]:
 
 def test_a_setting_is_a_flag_and_a_key_of_a_run_file(tmp_path):
     copy = copy_with("Adding a setting", tmp_path / "project")
-    (tmp_path / "run.yaml").write_text("lr_floor: 0.1\n")
+    (tmp_path / "run.yaml").write_text("label_smoothing: 0.1\n")
     command = [sys.executable, "real_model_example.py", "--config", tmp_path / "run.yaml"]
     run = partial(subprocess.run, cwd=copy, capture_output=True, text=True, check=True)
-    assert "lr_floor: 0.1  # " in run([*command, "--print_config"]).stdout
-    assert (
-        "lr_floor: 0.2  # --lr_floor" in run([*command, "--lr_floor=.2", "--print_config"]).stdout
-    )
-    assert re.search(r"--lr_floor LR_FLOOR +share of --lr", run([*command, "--help"]).stdout)
+    assert "label_smoothing: 0.1  # " in run([*command, "--print_config"]).stdout
+    given = run([*command, "--label_smoothing=.2", "--print_config"]).stdout
+    assert "label_smoothing: 0.2  # --label_smoothing" in given
+    help_of_flag = r"--label_smoothing LABEL_SMOOTHING\s+share of the target"
+    assert re.search(help_of_flag, run([*command, "--help"]).stdout)
 
 
 @pytest.mark.slow

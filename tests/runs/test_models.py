@@ -12,7 +12,6 @@ from one_rank import one_rank
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from real_model_example import learning_rate
 from support.cli.parse import parse_arguments
 from support.model.prepare import transformer_blocks
 from support.model.spec import ModelSpec
@@ -184,22 +183,6 @@ def test_files_decide_whether_the_output_layer_is_the_embedding(
     weights = model.transformer.wte.weight, model.lm_head.weight
     assert (weights[0] is weights[1]) is not differs
     assert torch.equal(weights[1], tensors["lm_head.weight"])
-
-
-@pytest.mark.parametrize(
-    "scheduler, rates",
-    [
-        ("constant", [0.5e-3, 1e-3, 1e-3, 1e-3, 1e-3]),
-        ("linear", [0.5e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3]),
-        ("cosine", [0.5e-3, 1e-3, 0.853553e-3, 0.5e-3, 0.146447e-3]),
-    ],
-)
-def test_schedule_with_warm_up(scheduler, rates):
-    flags = f"--lr 1e-3 --warmup_steps 1 --lr_scheduler {scheduler}"
-    settings = parse_arguments(flags.split())
-    assert [learning_rate(step, 5, settings.training) for step in range(5)] == pytest.approx(
-        rates, rel=1e-4
-    )
 
 
 def code_in_a_module(folder: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import PROJECT
 
-from real_model_example import create_optimizer, learning_rate, parameter_groups
+from real_model_example import create_optimizer, parameter_groups
 from support.cli.checks import check_data_paths
 from support.cli.flags import FLAGS, IGNORED, RENAMED
 from support.cli.parse import parse_arguments, read_command_line
@@ -31,6 +31,8 @@ def test_tables_name_existing_flags_once():
         (["--use_cpu", "True", "--device", "cpu"], {"device": "cpu"}),
         (["--use_cpu", "false"], {"device": "auto"}),
         (["--lr_scheduler_type", "constant_with_warmup"], {"lr_scheduler": "constant"}),
+        (["--lr_scheduler_type", "warmup_stable_decay"], {"lr_scheduler": "wsd"}),
+        (["--lr_scheduler_type", "cosine_with_min_lr"], {"lr_scheduler": "cosine"}),
         (["--optim", "adamw_torch_fused"], {"optim": "adamw"}),
         (["--save_strategy", "steps"], {"save_every": 500}),
         (["--save_strategy", "epoch", "--save_steps", "7"], {"save_every": None}),  # as Trainer
@@ -109,15 +111,6 @@ def test_weight_decay_is_for_matrices_only():
     decay = {p: group["weight_decay"] for group in groups for p in group["params"]}
     found = {name: decay[parameter] for name, parameter in layers.named_parameters()}
     assert found == {"0.weight": 0.5, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}
-
-
-def test_warmup_ratio_is_a_share_of_all_steps():
-    def rates(*flags):
-        training = parse_arguments([*flags]).training
-        return [learning_rate(step, 25, training) for step in range(25)]
-
-    ratio = rates("--warmup_ratio", "0.1")  # 2.5 steps, rounded up
-    assert ratio == rates("--warmup_steps", "3") != rates()
 
 
 def test_fsdp_takes_the_options_of_trainer():
