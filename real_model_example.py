@@ -137,7 +137,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
     datasets = prepare_dataset(settings, ctx, spec)  # before the weights: its errors come early
-    log.dataset_ready(datasets, training.eval_only)
+    log.dataset_ready(datasets, training)
     finish.check_prompt(output.generate, spec, datasets.facts, training.eval_only)
     objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
@@ -493,14 +493,11 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
 # ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(
-    objects: TrainingObjects,
-    validation: opening.Sequences,
-    rank_counts: list[int],
-    ctx: DistContext,
+    objects: TrainingObjects, validation: opening.Sequences, counts: list[int], ctx: DistContext
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
-    A batch has `rank_counts` sequences of each rank.
+    A batch has the sequences `counts` of the ranks.
 
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
@@ -510,9 +507,9 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=ctx.device)  # loss, tokens
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
     order = np.arange(validation.num_sequences)
-    split = split_over_ranks(validation, order, itertools.repeat(rank_counts), 1, ctx)
-    count = batches.steps_of(len(order), sum(rank_counts))
-    steps = batches.with_bar(batches.copy_ahead(split, ctx.device), "Evaluation", count)
+    split = split_over_ranks(validation, order, itertools.repeat(counts), 1, ctx)
+    number_of_steps = batches.steps_of(len(order), sum(counts))
+    steps = batches.with_bar(batches.copy_ahead(split, ctx.device), "Evaluation", number_of_steps)
     for number, step_batch in enumerate(steps):
         # Not for each batch, because this check synchronizes the ranks.
         if number % 8 == 0 and ctx.asked_to_stop():
@@ -616,18 +613,23 @@ def build_deepspeed(
     """
     import deepspeed
 
-    strategy = prepare_deepspeed(strategy, settings, ctx, spec)
+    training, quiet, verbose = settings.training, settings.output.quiet, settings.debug.verbose
+    sizes = setup.ModelSizes(  # the buckets of the communication hold a transformer block
+        spec.text_config.hidden_size, spec.counts.total, spec.counts.largest, spec.tied
+    )
+    # Creates the NVMe folder, compiles DeepSpeed's ops, fills in each "auto" of the configuration.
+    nvme_path = settings.parallelism.nvme_path
+    strategy = setup.prepare(strategy, sizes, nvme_path, ctx, quiet, verbose)
     if ctx.is_main:
         setup.write_config(strategy, log.folder.path)  # <output_dir>/ds_config.json
     if strategy.stage == 3:  # also infinity
-        model = partition_with_zero3(strategy, ctx, spec, settings.debug.verbose)
+        model = partition_with_zero3(strategy, ctx, spec, verbose)
     else:
         model = spec.load(ctx)
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
-    training, verbose = settings.training, settings.debug.verbose
     own_optimizer = training.optim != "adamw" and not training.eval_only
-    with setup.quiet(verbose):  # moves the model to the device, and wraps the optimizer
+    with setup.hidden_output(verbose):  # moves the model to the device, and wraps the optimizer
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
@@ -635,29 +637,6 @@ def build_deepspeed(
             optimizer=partial(create_optimizer, training=training) if own_optimizer else None,
         )
     return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
-
-
-def prepare_deepspeed(
-    strategy: table.DeepSpeed, settings: Settings, ctx: DistContext, spec: ModelSpec
-) -> table.DeepSpeed:
-    """Create the NVMe folder, compile DeepSpeed's ops, fill in each "auto" of the configuration."""
-    import deepspeed
-
-    nvme_folder = None
-    if strategy.needs_nvme:
-        sizes = (spec.counts.total, ctx.ranks_per_node, ctx.world_size)  # for the space it needs
-        make = partial(setup.make_nvme_folder, settings.parallelism.nvme_path, *sizes)
-        nvme_folder = ctx.once_per_node("nvme folder", make)
-    # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
-    quiet, verbose = settings.output.quiet, settings.debug.verbose
-    ctx.once_per_node("ops", partial(setup.build_ops, strategy, quiet, verbose))
-    setup.patch_deepspeed(strategy, ctx.device.type)  # loads these ops; avoids waits for a GPU
-    with setup.quiet(verbose):
-        deepspeed.init_distributed(dist_backend=ctx.backend)  # uses the existing process group
-    model_sizes = setup.ModelSizes(  # the buckets hold a transformer block
-        spec.text_config.hidden_size, spec.counts.total, spec.counts.largest, spec.tied
-    )
-    return setup.complete(strategy, model_sizes, ctx.precision, ctx.world_size, nvme_folder)
 
 
 def partition_with_zero3(
@@ -673,7 +652,7 @@ def partition_with_zero3(
     model = spec.load(ctx, dtype="auto")
     # Not `with zero.Init()`, which would skip transformers' own initialization of new weights.
     one_by_one = setup.OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
-    with setup.quiet(verbose):
+    with setup.hidden_output(verbose):
         deepspeed.zero.Init(module=one_by_one, config_dict_or_path=strategy.config)
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(ctx.device)

@@ -33,7 +33,8 @@ INFORMATIONAL_FLAGS = """
     """.split()
 NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
 # Entries that earlier versions did not write, and their value in the runs of those versions.
-VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
+VALUES_BEFORE: JsonObject = {"isolate_documents": False, "packing": False}
+VALUES_BEFORE |= {"document_start": None}
 VALUES_BEFORE |= {"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0}
 
 

@@ -10,6 +10,7 @@ tokenize        a corpus tokenized once, in the cache of the node
 corpus          the sequences of one tokenized corpus; mixture: of several in one epoch
 sequences       which tokens a sequence has, and the tensors of a micro-batch; packing: --packing
 token_file      arrays in files of the cache, compared with what was verified when they are read
+token_bytes     the bytes of the text that tokens stand for
 batches         micro-batches in one order, and the counters of a run
 streaming       --streaming: sequences of a corpus that is read during training
 stream_source   the corpus of a stream; stream_units: its rows, assigned to batch slots

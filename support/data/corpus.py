@@ -144,7 +144,8 @@ def open_split(
             f"The corpus has {split['tokens']:,} tokens, less than one sequence with a target "
             f"within --seq_length {length}: use another --seq_length or more text."
         )
-    file = TokenFile(f"{path}.bin", split["dtype"], split["tokens"], end_of_text)
+    sizes = TokenFile(f"{path}.bytes.bin", "float64", split["vocabulary"])
+    file = TokenFile(f"{path}.bin", split["dtype"], split["tokens"], end_of_text, sizes)
     sequences = Sequences.of(file, ranges, padding)
     facts["blocks"] = sequences.num_sequences
     return sequences, facts

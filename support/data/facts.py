@@ -1,5 +1,6 @@
 """What is known about the rows of a split and about a dataset, as JSON."""
 
+import math
 from typing import Any, TypedDict
 
 
@@ -8,6 +9,24 @@ class Kinds(TypedDict):
 
     kind: str | None  # as `rows.Row.kind`; None before the first row
     formats: list[str]  # names of their formats
+
+
+class Targets(TypedDict):
+    """The tokens with a loss in the sequences of an evaluation."""
+
+    tokens: int
+    bytes: int  # of the text that they stand for, in UTF-8
+
+
+def bits_per_byte(loss: float, targets: Targets | None) -> float | None:
+    """Return bits per byte: loss · tokens / (bytes · ln 2); None if the bytes are not known.
+
+    Args:
+        loss: in nats per token.
+    """
+    if not targets or not targets["bytes"]:
+        return None
+    return loss * targets["tokens"] / (targets["bytes"] * math.log(2))
 
 
 class SplitFacts(TypedDict, total=False):
@@ -24,6 +43,7 @@ class SplitFacts(TypedDict, total=False):
     trained_ends: int  # examples with an answer that ends with a trained end token
     blocks: int  # sequences
     padding_share: float  # of the micro-batches of the first epoch
+    targets: Targets  # of the evaluated sequences
 
 
 # The entry of a dataset in results.json: SplitFacts of the training split, "name", "validation"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from support.data.facts import Targets
 from support.data.token_file import TokenFile
 from support.loss_chunks import IGNORED
 
@@ -74,7 +75,7 @@ def micro_batch(sequences: list[list[Part]], padding: Padding, packed: bool = Fa
         stored = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
         ids = np.where(stored < 0, ~stored, stored)
         place = np.concatenate([_positions_of(part, end) for part, end in parts])
-        learned = (stored >= 0) & (place > 0)
+        learned = np.concatenate([_is_target(*part) for part in parts])
         inputs[row, :length] = torch.from_numpy(ids)
         labels[row, :length] = torch.from_numpy(np.where(learned, ids, IGNORED))
         positions[row, :length] = torch.from_numpy(place)
@@ -88,6 +89,11 @@ def _positions_of(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
         return place
     after_end = np.append(False, ids[:-1] == end_of_text) * place
     return place - np.maximum.accumulate(after_end)
+
+
+def _is_target(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
+    """Return which tokens of a part have a loss: not the first one of a document."""
+    return (ids >= 0) & (_positions_of(ids, end_of_text) > 0)
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,18 @@ class Sequences:
     def tokens(self, indices: np.ndarray) -> int:
         """Return the number of tokens in these sequences, without padding."""
         return int(self.lengths[indices].sum())
+
+    def targets(self) -> Targets:
+        """Count the tokens with a loss of all sequences, and the bytes of their text."""
+        tokens, size = 0, 0.0
+        sizes = [f.bytes_by_id.read(0, f.bytes_by_id.count) for f in self.files if f.bytes_by_id]
+        for number, start, end in self.ranges.tolist():
+            file = self.files[number]
+            ids = file.read(start, end)
+            targets = ids[_is_target(ids, file.end_of_text)]
+            tokens += len(targets)
+            size += float(sizes[number][targets].sum())
+        return {"tokens": tokens, "bytes": round(size)}
 
     def select(self, numbers: np.ndarray) -> Sequences:
         """Return these sequences of one dataset."""

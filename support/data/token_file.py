@@ -27,13 +27,21 @@ class TokenFile:
         dtype: of the array; negative numbers only in the tokens of examples.
         count: number of items that the file must have.
         end_of_text: the id that ends a document, see `sequences.Part`.
+        bytes_by_id: the bytes of the text that each token id stands for.
     Raises:
         TrainingError: the file cannot be read, or has another size.
     """
 
-    def __init__(self, path: str, dtype: str, count: int, end_of_text: int | None = None) -> None:
-        self.path, self.end_of_text = path, end_of_text
-        self._dtype = np.dtype(dtype)
+    def __init__(
+        self,
+        path: str,
+        dtype: str,
+        count: int,
+        end_of_text: int | None = None,
+        bytes_by_id: TokenFile | None = None,
+    ) -> None:
+        self.path, self.end_of_text, self.bytes_by_id = path, end_of_text, bytes_by_id
+        self.count, self._dtype = count, np.dtype(dtype)
         self._bytes = count * self._dtype.itemsize
         try:
             self._descriptor = os.open(path, os.O_RDONLY)

@@ -5,7 +5,8 @@ end-of-text token between them, and before each what the tokenizer puts before a
 follow each other; a token t without a loss is stored as ~t, and `<split>.index.bin` has [start,
 end, first target, end of the first answer that ends with a trained end token] of each example; the
 last is start if there is none. Neither depends on the length of a sequence, so one cached corpus
-serves every --seq_length.
+serves every --seq_length. `<split>.bytes.bin` has the bytes of the text that each token id stands
+for on average in the split; that of a tokenizer of bytes is exact.
 
 Long documents are tokenized in pieces, with exactly the ids of the whole document. A text is cut
 after a line break, or else before a space, where tokens(left + right) = tokens(left) +
@@ -30,10 +31,11 @@ import numpy as np
 
 from support import console
 from support.cluster.context import DistContext, require_equal_on_all_ranks
+from support.data import special_tokens
 from support.data.facts import Kinds
 from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
 from support.data.sources import open_source
-from support.data.special_tokens import document_start, end_finder, start_of
+from support.data.token_bytes import bytes_by_id
 from support.errors import UserError
 from support.files.cache import Cache, cache_folder
 from support.settings.data import DataSettings
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 11  # increase it when the layout of the cache or the tokenization changes
+CACHE_VERSION = 12  # increase it when the layout of the cache or the tokenization changes
 PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
 # A call tokenizes pieces until it has one of these numbers. It uses all cores.
 BATCH_CHARACTERS, BATCH_PIECES = 1 << 21, 4096
@@ -73,6 +75,7 @@ class TokenizedSplit(SplitCounts):
     """The facts about the files of a split."""
 
     dtype: str  # of the token ids
+    vocabulary: int  # the largest token id + 1
     sha256: str  # of the text
     tokens_sha256: str  # of the tokens, which a chat template may change with the date
 
@@ -134,7 +137,7 @@ def tokenize_once(
     template = json.dumps(tokenizer.chat_template)
     texts = [str(CACHE_VERSION), source.fingerprint, tokenizer_fingerprint(tokenizer), template]
     # The fingerprint of a tokenizer that is not a fast one does not have what it adds to a text.
-    texts.append(repr(start_of(tokenizer)))
+    texts.append(repr(special_tokens.start_of(tokenizer)))
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
     def write(folder: Path) -> dict:
@@ -179,6 +182,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 # ----------------------------------------------------------------------------------------- a split
 
 
+class _Digest:
+    """SHA-256 and size of what is added."""
+
+    def __init__(self) -> None:
+        self._digest, self.size = hashlib.sha256(), 0
+
+    def add(self, content: bytes) -> None:
+        self._digest.update(content)
+        self.size += len(content)
+
+    def hex(self) -> str:
+        return self._digest.hexdigest()
+
+
 def _write_split(
     path: Path,
     rows: PlacedRows,
@@ -188,28 +205,24 @@ def _write_split(
 ) -> TokenizedSplit:
     """Write the files of a split, whose names begin with `path`; return its facts."""
     facts = SplitCounts(kind=None, formats=[], tokens=0, rows=0, empty=0, ended=0)
-    digest, tokens_digest = hashlib.sha256(), hashlib.sha256()
+    text, tokens = _Digest(), _Digest()
     index = list[tuple[int, int, int, int]]()
     usable = _usable(rows, facts, refuse)
     usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
+    sizes, counted = bytes_by_id(tokenizer), 0
     has_examples = facts["kind"] in ("chat", "pair")
     if has_examples:
-        from support.data.chat import Encoder
-        from support.data.examples import encode_examples
-
-        dtype, encoded = "int32", encode_examples(usable, tokenizer, digest.update, refuse)
-        is_chat = facts["kind"] == "chat"
-        end_of_answer = end_finder(tokenizer, Encoder(tokenizer).ends_of_turns if is_chat else ())
+        dtype = "int32"
+        encoded, end_of_answer = _encode_examples(usable, facts["kind"], tokenizer, text, refuse)
     else:
         # Not len(tokenizer): the ids of some vocabularies have gaps.
-        largest = max(tokenizer.get_vocab().values(), default=0)
-        dtype = "uint16" if largest < 1 << 16 else "uint32"
-        encoded = _encode_documents(usable, tokenizer, digest.update)
+        dtype = "uint16" if len(sizes) <= 1 << 16 else "uint32"
+        encoded = _encode_documents(usable, tokenizer, text)
     with open(f"{path}.bin", "wb") as file:
         for ids, characters in encoded:
             content = ids.astype(dtype).tobytes()
             file.write(content)
-            tokens_digest.update(content)
+            tokens.add(content)
             start, end = facts["tokens"], facts["tokens"] + len(ids)
             facts["tokens"] = end
             if has_examples:  # the first token is not predicted from anything
@@ -217,15 +230,21 @@ def _write_split(
                 answer = end_of_answer(ids)
                 facts["ended"] += bool(answer)
                 index.append((start, end, target, start + answer))
+            else:
+                counted += int(sizes[ids].sum())
             advance(characters)
     if has_examples:
         np.array(index, np.int64).tofile(f"{path}.index.bin")
         facts["rows"] = len(index)
+    # A zero byte separates the documents in their digest.
+    scale = (text.size - facts["rows"]) / counted if counted else 1.0
+    (sizes * scale).tofile(f"{path}.bytes.bin")
     return {
-        "dtype": dtype,
         **facts,
-        "sha256": digest.hexdigest(),
-        "tokens_sha256": tokens_digest.hexdigest(),
+        "dtype": dtype,
+        "vocabulary": len(sizes),
+        "sha256": text.hex(),
+        "tokens_sha256": tokens.hex(),
     }
 
 
@@ -243,20 +262,36 @@ def _usable(
             yield row
 
 
-def _encode_documents(
+def _encode_examples(
     rows: Iterable[Row],
+    kind: str | None,
     tokenizer: PreTrainedTokenizerBase,
-    add_to_digest: Callable[[bytes], object],
+    text: _Digest,
+    refuse: Callable[[BadRow], None],
+) -> tuple[Iterator[tuple[np.ndarray, int]], Callable[[np.ndarray], int]]:
+    """Return an iterator over the ids of examples, and their characters; and an `end_finder`."""
+    from support.data.chat import Encoder
+    from support.data.examples import encode_examples
+
+    ends = Encoder(tokenizer).ends_of_turns if kind == "chat" else ()
+    encoded = encode_examples(rows, tokenizer, text.add, refuse)
+    return encoded, special_tokens.end_finder(tokenizer, ends)
+
+
+def _encode_documents(
+    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, text: _Digest
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of one stream, and their characters; `add_to_digest` gets the text."""
+    """Yield the ids of one stream, and their characters; the digest gets the text."""
     documents = DocumentTokenizer(tokenizer)
-    first, later = (np.array(document_start(tokenizer, n), np.uint32) for n in (True, False))
+    first, later = (
+        np.array(special_tokens.document_start(tokenizer, n), np.uint32) for n in (True, False)
+    )
 
     def read(row: Row) -> Iterator[str]:
-        for text in row.pieces:
-            add_to_digest(text.encode())
-            yield text
-        add_to_digest(b"\0")
+        for piece in row.pieces:
+            text.add(piece.encode())
+            yield piece
+        text.add(b"\0")
 
     pieces = itertools.chain.from_iterable(documents.pieces(read(row)) for row in rows)
     start = first

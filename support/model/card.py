@@ -10,7 +10,8 @@ from support.known_models import EMBEDDED_MODEL
 
 # Keys of results.json in the table of results.
 RESULTS = """
-    train_loss_first train_loss_last eval_loss perplexity tokens steps tokens_per_second
+    train_loss_first train_loss_last eval_loss perplexity bits_per_byte tokens steps
+    tokens_per_second
 """.split()
 TEMPLATE = """---
 {{ card_data }}

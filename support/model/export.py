@@ -21,6 +21,7 @@ from torch import nn
 
 from support import console
 from support.cluster.context import DistContext
+from support.data.facts import bits_per_byte
 from support.errors import FirstError, TrainingError, redact
 from support.files import atomic
 from support.files.safetensors_writer import FILE_BYTES, WeightFiles
@@ -100,7 +101,9 @@ def export_model(
     facts = {**facts, "merged": merges}
     if trained.is_best:
         loss = facts["best_eval_loss"]
+        targets = facts["dataset"]["validation"].get("targets")
         facts |= {"eval_loss": loss, "perplexity": perplexity_of(loss)}
+        facts |= {"bits_per_byte": bits_per_byte(loss, targets)}
         facts |= {"steps": facts["best_step"], "train_loss_last": None, "tokens": None}
     start = time.monotonic()
     from support.model import card

@@ -104,6 +104,7 @@ def summarize(
         **results.progress(state),
         eval_loss=eval_loss,
         perplexity=None if eval_loss is None else units.perplexity_of(eval_loss),
+        bits_per_byte=None if eval_loss is None else run.log.bits_per_byte(eval_loss),
         best_eval_loss=best.get("loss"),
         best_step=best.get("step"),
         stopped_early=state.patience if state.stopped_early else None,

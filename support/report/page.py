@@ -26,8 +26,8 @@ from support.units import MB, human_bytes, human_rate
 FACTS = """
     model {} | parameters {:,} | strategy {} | world_size {} | device {} | precision {}
     | global_batch_size {} | seq_length {} | steps {:,} | tokens {:,} | train_loss_first {:.4f}
-    | train_loss_last {:.4f} | eval_loss {:.4f} | perplexity {:,.2f} | tokens_per_second {:,.0f}
-    | mfu {:.1%} | training_seconds {:,.1f}
+    | train_loss_last {:.4f} | eval_loss {:.4f} | perplexity {:,.2f} | bits_per_byte {:.4f}
+    | tokens_per_second {:,.0f} | mfu {:.1%} | training_seconds {:,.1f}
 """
 CURVES = {
     "Loss (nats per token)": {"training": "loss", "evaluation": "eval_loss"},

@@ -24,8 +24,8 @@ HARDWARE = record(
 TEXTS = "status reason error_kind strategy model device precision started_at command sample".split()
 COUNTS = "parameters world_size global_batch_size seq_length steps tokens".split()
 NUMBERS = """
-    train_loss_first train_loss_last eval_loss perplexity tokens_per_second mfu training_seconds
-    samples_per_second tokens_per_second_per_gpu simulated_world_size seed
+    train_loss_first train_loss_last eval_loss perplexity bits_per_byte tokens_per_second mfu
+    training_seconds samples_per_second tokens_per_second_per_gpu simulated_world_size seed
     """.split()
 TYPES: dict[str, Check] = {
     **dict.fromkeys(TEXTS, is_text),

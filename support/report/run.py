@@ -14,7 +14,7 @@ from support.report.metrics_file import FILE, MetricsFile
 from support.report.profiling import start_trace
 from support.report.run_folder import RunFolder
 from support.report.start_log import StartLog
-from support.report.step_log import StepLog
+from support.report.step_log import LogOptions, StepLog
 from support.report.step_meter import StepMeter, create_meter, loss_bytes
 from support.report.trackers import Trackers
 from support.settings.settings import Settings
@@ -57,6 +57,7 @@ class Run(NamedTuple):
         if settings.debug.profile:
             trace, stop = start_trace(settings.debug.profile, ctx)
             at_end.insert(0, stop)
+        evaluated = folder.facts["dataset"].get("validation") or {}
         log = StepLog(
             ctx=ctx,
             state=state,
@@ -65,8 +66,9 @@ class Run(NamedTuple):
             trackers=trackers,
             trace=trace,
             at_end=at_end,
-            logging_steps=settings.output.logging_steps,
-            streaming=settings.data.streaming,
+            options=LogOptions(
+                settings.output.logging_steps, settings.data.streaming, evaluated.get("targets")
+            ),
         )
         timer = None
         if settings.training.rank_shares == AUTO and ctx.world_size > 1:

@@ -43,11 +43,13 @@ class StartLog:
         say_settings(training, self.ctx)
         console.print0(console.RULE)
 
-    def dataset_ready(self, datasets: Datasets, eval_only: bool) -> None:
+    def dataset_ready(self, datasets: Datasets, training: TrainingSettings) -> None:
         """Print and record the size of the data."""
+        if training.eval and self.ctx.is_main and datasets.validation.num_sequences:
+            datasets.facts["validation"]["targets"] = datasets.validation.targets()
         self.folder.record(dataset=datasets.facts)
         count = "a stream" if datasets.stream else f"{datasets.train.num_sequences:,} samples"
-        if eval_only:
+        if training.eval_only:
             blocks = datasets.facts["validation"].get("blocks", 0)
             count = f"{blocks:,} validation samples"
         ready = count if datasets.train.num_sequences else "validation data only"

@@ -7,13 +7,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from support import console
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
+from support.data.facts import Targets, bits_per_byte
 from support.errors import explain
 from support.files.json_types import JsonObject
 from support.report.metrics_file import MetricsFile, draw_losses
@@ -44,6 +45,14 @@ class Epoch:
         return self.batch == self.batches
 
 
+class LogOptions(NamedTuple):
+    """What a run logs."""
+
+    steps: int  # --logging_steps
+    streaming: bool  # the number of epochs is not known
+    targets: Targets | None  # of an evaluation, on rank 0
+
+
 @dataclass
 class StepLog:
     """The log of the steps and evaluations of a run. All ranks call the methods.
@@ -58,8 +67,7 @@ class StepLog:
     trackers: Trackers | None  # of --report_to, on rank 0
     trace: torch.profiler.profile | None  # of --profile
     at_end: list[Callable[[], object]]  # write the files of other tools
-    logging_steps: int
-    streaming: bool  # the number of epochs is not known
+    options: LogOptions
     work: list[tuple[int, int]] = field(default_factory=list)  # sequences and tokens of each step
     _pending: list[Numbers] = field(default_factory=list)  # steps whose numbers are on the device
     _losses: list[float] = field(default_factory=list)  # of the epoch's steps in this process
@@ -110,7 +118,7 @@ class StepLog:
         numbers: Numbers = {"step": state.step, "epoch": epoch.number}
         numbers |= {"loss": loss.detach().clone(), "lr": lr, "grad_norm": grad_norm}
         self._pending.append({**numbers, "tokens": tokens, "samples": state.step_samples})
-        is_logged = batch % self.logging_steps == 0 or epoch.is_complete
+        is_logged = batch % self.options.steps == 0 or epoch.is_complete
         # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
         if is_logged or self.ctx.device.type == "cpu":
             self.flush()
@@ -136,7 +144,7 @@ class StepLog:
         )
         if epoch.is_complete:
             mean, self._losses = statistics.fmean(self._losses), []
-            if not self.streaming:
+            if not self.options.streaming:
                 steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
                 epochs = epoch.number + steps_of(state.total_steps - state.step, steps_per_epoch)
                 print0(f"Epoch {epoch.number}/{epochs}, Average Loss: {mean:.4f}")
@@ -182,8 +190,11 @@ class StepLog:
     def log_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and print whether it ends the run."""
         state, print0, perplexity = self.state, console.print0, perplexity_of(loss)
-        print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}")
-        self._log({"step": state.step, "eval_loss": loss, "perplexity": perplexity})
+        bits = self.bits_per_byte(loss)
+        shown = "" if bits is None else f" | Bits per byte: {bits:.4f}"
+        print0(f"Evaluation | Loss: {loss:.4f} | Perplexity: {perplexity:.2f}{shown}")
+        record = {"eval_loss": loss, "perplexity": perplexity, "bits_per_byte": bits}
+        self._log({"step": state.step, **record})
         if state.stopped_early and state.best:
             print0(
                 f"🛑 Stopped early: {state.patience} evaluations in a row no better than "
@@ -191,6 +202,10 @@ class StepLog:
             )
         if not state.finished:  # else it is drawn at the end of the run
             self._draw_losses()
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Return bits per byte of an evaluation; None if the bytes of its text are not known."""
+        return bits_per_byte(loss, self.options.targets)
 
     def log_shares(self, record: JsonObject, text: str) -> None:
         """Record which sequences of a micro-batch each rank computes from now on, and print it."""

@@ -21,6 +21,7 @@ CURVES = {
     "eval/loss": "eval_loss",
     "train/tokens_per_second": "tokens_per_second",
     "eval/perplexity": "perplexity",
+    "eval/bits_per_byte": "bits_per_byte",
 }
 
 

@@ -35,5 +35,9 @@ def test_evaluation_equals_transformers(script, llama, text_file, expected, stra
     assert "validation samples" in run.out
     assert run.results["eval_loss"] == pytest.approx(expected, rel=1e-5)
     assert run.results["perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
-    found = {name: run.results[name] for name in ("eval_loss", "perplexity")}
+    targets = run.results["dataset"]["validation"]["targets"]
+    assert targets["tokens"] == BLOCKS * (SEQ_LENGTH - 1) and targets["bytes"] > targets["tokens"]
+    bits = expected * targets["tokens"] / targets["bytes"] / np.log(2)
+    assert run.results["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    found = {name: run.results[name] for name in ("eval_loss", "perplexity", "bits_per_byte")}
     assert run.metrics == [{"step": 0, **found}]  # nothing was trained

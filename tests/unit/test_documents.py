@@ -219,7 +219,7 @@ def test_the_table_of_strategies_in_the_script_agrees_with_the_code():
 
 
 def test_an_undocumented_key_of_the_files_of_a_run_is_found():
-    record = {"step": 1, "eval_loss": 1.0, "perplexity": 2.7}
+    record = {"step": 1, "eval_loss": 1.0, "perplexity": 2.7, "bits_per_byte": None}
     assert [*schema_check.problems_of_metrics(record)] == []
     assert len([*schema_check.problems_of_metrics(record | {"eval_loss": "1", "x": 1})]) == 2
     found = [*schema_check.problems_of_results({"status": "failed", "steps": True, "y": 1})]

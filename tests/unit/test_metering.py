@@ -14,7 +14,7 @@ from support.report import step_meter
 from support.report.metrics_file import MetricsFile, read_metrics
 from support.report.peak_flops import peak_flops
 from support.report.results_types import PHASES
-from support.report.step_log import StepLog
+from support.report.step_log import LogOptions, StepLog
 from support.report.step_meter import StepMeter
 from support.report.trackers import Tracker, Trackers
 from support.train_state import TrainState
@@ -56,8 +56,7 @@ def open_log(tmp_path, clock, device="cpu", logging_steps=1) -> StepLog:
         trackers=trackers,
         trace=None,
         at_end=[],
-        logging_steps=logging_steps,
-        streaming=False,
+        options=LogOptions(logging_steps, streaming=False, targets=None),
     )
 
 

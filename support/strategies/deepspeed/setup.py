@@ -1,12 +1,16 @@
 """The steps before DeepSpeed's engine is created: ops, patches, NVMe folder, configuration."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import io
 import logging
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,6 +19,42 @@ from support import console
 from support.strategies.deepspeed import ops, patches, requirements
 from support.strategies.deepspeed.options import ModelSizes, complete_ds_config, write_ds_config
 from support.strategies.deepspeed.strategy import DeepSpeed
+
+if TYPE_CHECKING:
+    from support.cluster.context import DistContext
+
+
+def prepare(
+    strategy: DeepSpeed,
+    model: ModelSizes,
+    nvme_path: str | None,
+    ctx: DistContext,
+    quiet: bool,
+    verbose: bool,
+) -> DeepSpeed:
+    """Create the NVMe folder, compile DeepSpeed's ops, and fill in each "auto".
+
+    Every rank calls it.
+
+    Args:
+        nvme_path: --nvme_path.
+        quiet, verbose: --quiet, --verbose.
+    Returns:
+        The strategy with DeepSpeed's complete configuration.
+    """
+    import deepspeed
+
+    nvme_folder = None
+    if strategy.needs_nvme:
+        ranks = ctx.ranks_per_node, ctx.world_size  # determine the space that a node needs
+        make = partial(make_nvme_folder, nvme_path, model.parameters, *ranks)
+        nvme_folder = ctx.once_per_node("nvme folder", make)
+    # C++ code for the optimizer on the CPU and for reads and writes of NVMe; once per machine.
+    ctx.once_per_node("ops", partial(build_ops, strategy, quiet, verbose))
+    patch_deepspeed(strategy, ctx.device.type)  # loads these ops; avoids waits for a GPU
+    with hidden_output(verbose):
+        deepspeed.init_distributed(dist_backend=ctx.backend)  # uses the existing process group
+    return complete(strategy, model, ctx.precision, ctx.world_size, nvme_folder)
 
 
 def build_ops(strategy: DeepSpeed, quiet: bool, verbose: bool) -> None:
@@ -96,7 +136,7 @@ class OneByOne(nn.Module):
 
 
 @contextlib.contextmanager
-def quiet(verbose: bool):
+def hidden_output(verbose: bool):
     """Hide what libraries print during set-up. Exceptions still reach the caller."""
     if verbose:
         yield

@@ -1,0 +1,42 @@
+"""The bytes of the text that tokens stand for, from which bits per byte are computed.
+
+A loss in nats per token depends on the tokenizer: with a larger vocabulary a text has fewer tokens,
+each of which is harder to predict. Bits per byte, loss · tokens / (bytes · ln 2), are comparable
+between tokenizers, because the text has the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def bytes_by_id(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the bytes of each token's own text: int64 [largest id + 1], 0 for special tokens.
+
+    A tokenizer of bytes (GPT-2, Llama 3, Qwen) writes each byte as one character. Others write a
+    space as "▁", and a byte without a token of its own as <0xNN>. Their tokens may differ from the
+    text: a space before its beginning, characters that were normalized, unknown words. So the
+    counts of a split of documents are scaled to the bytes of its text.
+    """
+    added = tokenizer.added_tokens_decoder
+    content = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    of_bytes = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
+    vocabulary = tokenizer.get_vocab()
+    sizes = np.zeros(max(vocabulary.values(), default=0) + 1, np.int64)
+    for token, number in vocabulary.items():
+        if number in added:
+            sizes[number] = 0 if added[number].special else len(added[number].content.encode())
+        elif of_bytes:
+            sizes[number] = len(token)
+        elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            sizes[number] = 1
+        else:
+            sizes[number] = len(token.replace("▁", " ").encode())
+    return sizes
