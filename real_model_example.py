@@ -70,13 +70,13 @@ from support.strategies.fsdp import shards
 from support.strategies.objects import TrainingObjects
 
 
-def main(settings: Settings, launch: startup.Launch) -> None:
+def main(settings: Settings, launch: process_group.Launch) -> None:
     """Run setup_distributed() and train() on this rank; if a rank fails, end all of them."""
     startup.run_on_all_ranks(setup_distributed, train, settings, launch)
 
 
 def setup_distributed(
-    settings: Settings, launch: startup.Launch, monitor: process_group.FailureMonitor
+    settings: Settings, launch: process_group.Launch, monitor: process_group.FailureMonitor
 ) -> DistContext:
     """Choose the device, wait for all ranks, and initialize the process group.
 

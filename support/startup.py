@@ -17,10 +17,9 @@ from support import commands, console, process
 from support.cli.check_run import check_run
 from support.cli.hub import ask_hub
 from support.cli.parse import read_command_line
-from support.cli.run_file import print_config
 from support.cluster import launch as launching
 from support.cluster import restart, tuning
-from support.cluster.launch import Launch
+from support.commands.print_flags import print_flags
 from support.errors import EXIT_COMPLETED, UserError
 from support.settings.settings import Settings
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from support.cluster.failures import FailureMonitor
 
 
-def start(argv: list[str]) -> tuple[Settings, Launch]:
+def start(argv: list[str]) -> tuple[Settings, launching.Launch]:
     """Read the settings and the launcher's environment, run the first checks, tune the process.
 
     If a check fails, the process exits with one line and code 2. With --print_config it prints the
@@ -50,13 +49,13 @@ def start(argv: list[str]) -> tuple[Settings, Launch]:
         line = read_command_line(argv)
         settings = line.settings
         if process.RESTARTED in os.environ:
-            settings = settings.replace(**restart.restarted_with(settings.parallelism.configured))
+            settings = restart.restarted(argv, line)
         quiet, verbose = settings.output.quiet, settings.debug.verbose  # also from a run file
         console.configure(launch.rank, quiet, verbose)
-        if settings.run_file.print_config:
-            print_config(settings.flags(), line.sources)
         commands.refuse_launcher(settings.command, launch)
         tuning.choose_hardware(settings.training.device)
+        if settings.run_file.print_config:
+            print_flags(argv, line, launch)
         if settings.command.prove is not None:
             # Before the settings of this process, which the runs of --prove would inherit.
             from support.commands import prove  # imports torch
@@ -97,10 +96,10 @@ def prepare_for_failures(verbose: bool) -> None:
 
 
 def run_on_all_ranks(
-    setup_distributed: Callable[[Settings, Launch, FailureMonitor], DistContext],
+    setup_distributed: Callable[[Settings, launching.Launch, FailureMonitor], DistContext],
     train: Callable[[Settings, DistContext], nn.Module],
     settings: Settings,
-    launch: Launch,
+    launch: launching.Launch,
 ) -> NoReturn:
     """Call `setup_distributed(settings, launch, monitor)`, `train(settings, ctx)`; end all ranks.
 
@@ -113,17 +112,21 @@ def run_on_all_ranks(
     """
     from support.cluster.all_ranks import run_together
     from support.model.prepare import configure_transformers
+    from support.report import automatic
 
     # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()
     gc.enable()
 
     def work(ctx: DistContext) -> tuple[nn.Module | None, int]:
-        settings.parallelism.configured.check_options(settings.debug.verbose)
         ctx.precision = tuning.choose_precision(settings.training.precision, ctx.device)
+        own = automatic.choose(sys.argv[1:], settings, ctx)
+        if choice := own.parallelism.choice:
+            automatic.say(settings.parallelism.automatic, choice)
+        own.parallelism.configured.check_options(settings.debug.verbose)
         if command := commands.command_of(settings.command):
-            return None, command(settings, ctx)
+            return None, command(own, ctx)
         configure_transformers(settings.data.isolates_documents, ctx)
-        return train(settings, ctx), EXIT_COMPLETED
+        return train(own, ctx), EXIT_COMPLETED
 
     run_together(partial(setup_distributed, settings, launch), work, settings.debug.verbose)

@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from support.cli.checks import check_prove, check_strategy_supports, refuse_conflicts
+from support.cli import automatic, checks
 from support.cli.flags import IGNORED
 from support.cli.given import read_flags
 from support.cli.parser import Options
@@ -13,7 +13,7 @@ from support.known_models import EMBEDDED_MODEL
 from support.settings.data import Dataset, default_dataset
 from support.settings.settings import DEFAULTS, FLAGS, Settings
 from support.settings.training import default_learning_rate
-from support.strategies.strategy import Flags, Resolved
+from support.strategies.strategy import Flags, FlagValues, Resolved
 from support.strategies.table import STRATEGIES
 
 # Flags of Trainer that `trainer_flags.convert` replaces by ours; it needs the merged flags.
@@ -46,13 +46,15 @@ def parse_arguments(argv: list[str]) -> Settings:
     return read_command_line(argv).settings
 
 
-def read_command_line(argv: list[str]) -> CommandLine:
+def read_command_line(argv: list[str], chosen: FlagValues | None = None) -> CommandLine:
     """Parse the command line and its files, and complete the settings.
 
+    Args:
+        chosen: values of flags that are auto, see `report.automatic`.
     Raises:
         UserError: flags are unknown or contradict each other, or a file is not valid.
     """
-    values, sources = read_flags(argv)
+    values, sources = automatic.filled_in(*read_flags(argv), chosen)
     given = frozenset({*values, *sources})
     flags = Options(**{**DEFAULTS, **{name: values[name] for name in values if name in FLAGS}})
     flags.dataset = parse_datasets(flags.dataset or [])
@@ -66,34 +68,46 @@ def read_command_line(argv: list[str]) -> CommandLine:
         from support.cli.trainer_flags import convert
 
         change("Trainer's flags", **convert(flags))
-    refuse_conflicts(flags, given)
-    if flags.check and flags.ddp_timeout > CHECK_SECONDS:
-        change("--check", ddp_timeout=CHECK_SECONDS)
-    if flags.simulate_gpus:
-        steps = flags.max_steps or SIMULATED_STEPS
-        off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}
-        change("--simulate_gpus", max_steps=steps, **off)
+    checks.refuse_conflicts(flags, given)
+    to_choose = automatic.take_provisional(flags, given)
+    for command, changed in _of_commands(flags).items():
+        change(command, **changed)
     _set_defaults(flags)
+    change("--global_batch_size", **automatic.accumulation(flags, given, _world_size(flags)))
     if flags.ds_config and "strategy" not in given:
         from support.strategies.deepspeed.options import choose_strategy, read_ds_config
 
-        chosen = choose_strategy(read_ds_config(flags.ds_config))
-        change(f"{flags.ds_config}: zero_optimization", strategy=chosen)
+        found = choose_strategy(read_ds_config(flags.ds_config))
+        change(f"{flags.ds_config}: zero_optimization", strategy=found)
     resolved = _resolve_strategy(flags, given)
     vars(flags).update(resolved.values)
     sources.update(resolved.sources)
     # The options of one strategy may describe another (NO_SHARD of FSDP).
     other = "strategy" in resolved.values
     strategy = (_resolve_strategy(flags, given) if other else resolved).strategy
-    check_strategy_supports(flags, strategy)
-    check_prove(flags, resolved)
+    checks.check_strategy_supports(flags, strategy)
+    checks.check_prove(flags, resolved)
     percentage = flags.validation_split_percentage
     computed = {
         "configured": strategy,
         "held_out_share": percentage / 100 if percentage else flags.validation_split,
+        "automatic": to_choose,
+        "choice": chosen,
     }
     settings = Settings.of_flags(vars(flags), computed)
     return CommandLine(settings, given, sources, _notices(flags, given, resolved))
+
+
+def _of_commands(flags: Options) -> dict[str, FlagValues]:
+    """Return the flags that --check and --simulate_gpus set."""
+    found: dict[str, FlagValues] = {}
+    if flags.check and flags.ddp_timeout > CHECK_SECONDS:
+        found["--check"] = {"ddp_timeout": CHECK_SECONDS}
+    if flags.simulate_gpus:
+        steps = flags.max_steps or SIMULATED_STEPS
+        off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}
+        found["--simulate_gpus"] = {"max_steps": steps, **off}
+    return found
 
 
 def _set_defaults(flags: Options) -> None:
@@ -111,10 +125,13 @@ def _set_defaults(flags: Options) -> None:
     flags.hang_seconds = flags.hang_seconds or max(1, flags.ddp_timeout // 10)
 
 
+def _world_size(flags: Options) -> int:
+    return flags.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
+
+
 def _resolve_strategy(flags: Options, given: frozenset[str]) -> Resolved:
     """Merge the flags with the file of the strategy."""
-    world_size = flags.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-    merged = Flags(vars(flags), given, parse_value, world_size)
+    merged = Flags(vars(flags), given, parse_value, _world_size(flags))
     return STRATEGIES[flags.strategy].resolve(merged)
 
 

@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypedDict
 
 from support import process
+from support.cli.parse import CommandLine, read_command_line
 from support.cluster import launch
 from support.errors import UserError, explain
 from support.files import atomic
+from support.files.json_types import JsonObject
+from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
 from support.strategies.strategy import FlagValues, Strategy
 
@@ -35,6 +38,13 @@ class RestartValues(TypedDict):
     batch_size: int
     gradient_accumulation_steps: int
     output_dir: str
+    choice: JsonObject | None  # of flags that are auto
+
+
+def values() -> RestartValues:
+    """Return the values with which this program was started again."""
+    found: RestartValues = json.loads(os.environ[process.RESTARTED])
+    return found
 
 
 @dataclass
@@ -88,8 +98,7 @@ def record_end(error: UserError) -> bool:
     Returns:
         True: the error is to be reported (see `FailureMonitor.record_with`).
     """
-    values: RestartValues = json.loads(os.environ[process.RESTARTED])
-    path = Path(values["output_dir"]) / "results.json"
+    path = Path(values()["output_dir"]) / "results.json"
     with contextlib.suppress(OSError, ValueError):  # a full disk, or a host without the folder
         results = atomic.read_json(path)
         if results["status"] == "running":
@@ -105,16 +114,38 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     launch.exit_before_start(error, verbose)
 
 
-def restart_values(training: TrainingSettings, folder: Path) -> RestartValues:
+def restart_values(
+    training: TrainingSettings, folder: Path, choice: JsonObject | None
+) -> RestartValues:
     """Return the flags of a restart with half the micro-batch and the same global batch.
 
     The micro-batch has more than one sequence.
+
+    Args:
+        choice: of flags that are auto, which is kept.
     """
     total = training.batch_size * training.gradient_accumulation_steps
     # Half, or the next smaller size of which the global batch is a multiple.
     size = next(size for size in range(training.batch_size // 2, 0, -1) if total % size == 0)
     steps = total // size
-    return {"batch_size": size, "gradient_accumulation_steps": steps, "output_dir": str(folder)}
+    return {
+        "batch_size": size,
+        "gradient_accumulation_steps": steps,
+        "output_dir": str(folder),
+        "choice": choice,
+    }
+
+
+def restarted(argv: list[str], line: CommandLine) -> Settings:
+    """Return the settings of a program that was started again.
+
+    Args:
+        argv: the command line, as it is read in `line`.
+    """
+    settings = line.settings
+    if settings.parallelism.automatic:  # keep the choice
+        settings = read_command_line(argv, chosen=values()["choice"]).settings
+    return settings.replace(**restarted_with(settings.parallelism.configured))
 
 
 def restarted_with(strategy: Strategy) -> FlagValues:
@@ -123,6 +154,6 @@ def restarted_with(strategy: Strategy) -> FlagValues:
     Args:
         strategy: of the command line, which a restart does not change.
     """
-    values: RestartValues = json.loads(os.environ[process.RESTARTED])
-    micro_batches = values["batch_size"], values["gradient_accumulation_steps"]
-    return {**values, "configured": strategy.with_micro_batches(*micro_batches)}
+    changed = values()
+    micro_batches = changed["batch_size"], changed["gradient_accumulation_steps"]
+    return {**changed, "configured": strategy.with_micro_batches(*micro_batches)}

@@ -6,6 +6,7 @@ check_machine     checks of the software, the GPU and the limits, and of the hub
 check_disks       checks of the disks
 check_memory      the memory estimate next to the memory of the machine
 check_network     the communication between the ranks
+print_flags       --print_config: prints the flags of a run as a run file
 prefetch          --prefetch: downloads the model and the dataset and tokenizes the dataset
 prove             --prove: makes one step in several ways and compares them
 prove_difference  how two of these steps differ

@@ -59,6 +59,7 @@ def facts_at_start(settings: Settings, ctx: DistContext) -> dict:
         "versions": process.versions(),
         "hardware": hardware(ctx.device),
         "strategy": settings.parallelism.strategy,
+        "automatic": settings.parallelism.choice,
         "model": settings.model.model,
         "world_size": ctx.real_world_size,
         "simulated_world_size": settings.debug.simulate_gpus,

@@ -104,7 +104,7 @@ def watch_steps(training: TrainingSettings, ctx: DistContext, run: Run, plan: Ru
         early = state.step <= first_step
         return early and not run.manager.seconds and not own_batch
 
-    values = restart.restart_values(training, run.folder.path)
+    values = restart.restart_values(training, run.folder.path, run.folder.facts["automatic"])
     ctx.monitor.training_starts(state, restart.Restart(values, smaller_batch_may_help))
     # A rank may run out of memory while another still starts a tracker or removes files.
     dist.barrier()

@@ -60,6 +60,11 @@ positive_float, natural_float = real(1e9), real(1e9, zero=True)
 probability = real(1, zero=True, below=True)
 
 
+def batch_or_auto(text: str) -> int | str:
+    """Parse a micro-batch, or "auto"."""
+    return text if text == AUTO else batch(text)
+
+
 def boolean(text: str) -> bool:
     """Parse the value of a switch: --compile and --compile True are the same."""
     if (word := text.lower()) not in ("true", "1", "yes", "false", "0", "no"):

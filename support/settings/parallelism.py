@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from support.files.json_types import JsonObject
+from support.rank_shares import AUTO
 from support.settings import flag_types
 from support.settings.fields import flag
 from support.strategies.strategy import Strategy
@@ -18,8 +20,9 @@ class ParallelismSettings:
     strategy: str = flag(
         "dp",
         flag_types.choice,
-        "offload: optimizer on the CPU. infinity: optimizer and parameters on NVMe",
-        choices=tuple(STRATEGIES),
+        "offload: optimizer on the CPU. infinity: optimizer and parameters on NVMe. auto: the "
+        "simplest that fits",
+        choices=(*STRATEGIES, AUTO),
     )
     ds_config: str | None = flag(
         None, flag_types.place, "DeepSpeed JSON instead of ds_config_*.json", metavar="FILE"
@@ -42,3 +45,7 @@ class ParallelismSettings:
     )
     # Not a flag: the row of --strategy in the table of strategies, with the options of its file.
     configured: Strategy
+    # Not flags either: the flags that are auto and have provisional values until the ranks have
+    # met; and what was chosen then, for results.json.
+    automatic: tuple[str, ...] = ()
+    choice: JsonObject | None = None

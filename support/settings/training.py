@@ -14,7 +14,18 @@ class TrainingSettings:
 
     title: ClassVar[str] = "Training"
 
-    batch_size: int = flag(4, flag_types.batch, "sequences per GPU in a micro-batch", metavar="N")
+    batch_size: int = flag(
+        4,
+        flag_types.batch_or_auto,
+        "sequences per GPU in a micro-batch; auto: as many as fit, see --global_batch_size",
+        metavar="N",
+    )
+    global_batch_size: int | None = flag(
+        None,
+        flag_types.batch,
+        "sequences of an optimizer step on all ranks; determines the accumulation",
+        metavar="N",
+    )
     eval_batch_size: int | None = flag(
         None,
         flag_types.batch,

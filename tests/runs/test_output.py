@@ -32,7 +32,7 @@ def test_console(run):
         r"✅ Dataset ready: 44 samples",
         r"✅ Model loaded: 4,339,200 parameters \(4\.3M\)",
         r"🚂 Starting Training \(Data Parallelism\): steps 1 to 22",
-        r"Evaluation \| Loss: 8\.\d{4} \| Perplexity: \d+\.\d\d",
+        r"Evaluation \| Loss: 8\.\d{4} \| Perplexity: \d+\.\d\d \| Bits per byte: 3\.\d{4}",
         r"Epoch 1 \| Batch 0/11 \| Loss: 8\.\d{4} \| LR: 5\.00e-04",
         r"Epoch 1 \| Batch 10/11 \| Loss: \d\.\d{4} \| LR: 2\.73e-04",
         r"Epoch 1/2, Average Loss: \d\.\d{4}",

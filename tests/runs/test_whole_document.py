@@ -85,6 +85,7 @@ def test_a_slow_tokenizer_with_a_large_id(tmp_path):
 
     class Gap:
         is_fast, eos_token_id, chat_template = False, None, None
+        added_tokens_decoder: dict = {}
 
         def __call__(self, texts, **_):
             return {"input_ids": [[70_000] * len(text) for text in texts]}

@@ -177,19 +177,19 @@ def test_the_micro_batch_is_halved_and_the_global_batch_stays():
         (8, 3, (4, 6)),
         (5, 2, (2, 5)),  # the largest divisor of the global batch below 5
     ):
-        values = restart_values(training, Path("out"))
+        values = restart_values(training, Path("out"), None)
         assert (values["batch_size"], values["gradient_accumulation_steps"]) == new
 
 
 def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     settings = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
-    values = restart_values(settings.training, Path("out"))
+    values = restart_values(settings.training, Path("out"), None)
     monkeypatch.setenv(process.RESTARTED, json.dumps(values))
     changed = settings.replace(**restarted_with(settings.parallelism.configured))
     config = changed.parallelism.configured.config
     assert (changed.training.batch_size, changed.training.gradient_accumulation_steps) == (4, 2)
     assert changed.output.output_dir == "out"
-    assert values.keys() == {"batch_size", "gradient_accumulation_steps", "output_dir"}
+    assert values.keys() - {"choice"} == {"batch_size", "gradient_accumulation_steps", "output_dir"}
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2
     assert config["train_batch_size"] == settings.parallelism.configured.config["train_batch_size"]

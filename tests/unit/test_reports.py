@@ -93,6 +93,7 @@ def compared(*places, tolerance=1e-6):
 NO_EFFECT = """
     dataset dataset_config dataset_revision train_split include text_column prompt_column
     completion_column max_bad_rows cache_dir merge_lora nvme_path auto_micro_batch
+    global_batch_size
 """.split()
 
 
