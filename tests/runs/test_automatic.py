@@ -2,7 +2,7 @@
 
 import pytest
 
-WORK = "--seq_length 32 --max_steps 2 --num_samples 40 --no_eval --no_export --save_every 1".split()
+WORK = "--dataset pydocs --seq_length 32 --max_steps 2 --num_samples 40 --no_eval --no_export --save_every 1".split()
 AUTO = "--strategy auto --batch_size auto --global_batch_size 12".split()
 
 
