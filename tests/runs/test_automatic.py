@@ -2,12 +2,12 @@
 
 import pytest
 
-WORK = "--dataset pydocs --seq_length 32 --max_steps 2 --num_samples 40 --no_eval --no_export --save_every 1".split()
+WORK = "--seq_length 32 --max_steps 2 --num_samples 40 --no_eval --no_export --save_every 1".split()
 AUTO = "--strategy auto --batch_size auto --global_batch_size 12".split()
 
 
-def test_a_run_chooses_and_records_plain_flags(script, small_gpt2, tmp_path):
-    flags = ["--model", small_gpt2, *WORK, "--output_dir", tmp_path / "run"]
+def test_a_run_chooses_and_records_plain_flags(script, tmp_path):
+    flags = [*WORK, "--output_dir", tmp_path / "run"]
     run = script(*flags, *AUTO, launcher="torchrun", ranks=2)
     chosen = run.results["automatic"]
     assert (chosen["strategy"], chosen["batch_size"]) == ("dp", 6)
@@ -17,10 +17,10 @@ def test_a_run_chooses_and_records_plain_flags(script, small_gpt2, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_the_choice_and_its_losses(script, small_gpt2, tmp_path):
-    flags = ["--model", small_gpt2, *WORK, "--output_dir", tmp_path / "run"]
+def test_a_resumed_run_keeps_the_choice_and_its_losses(script, tmp_path):
+    flags = [*WORK, "--output_dir", tmp_path / "run"]
     plain = "--strategy zero2 --batch_size 2 --gradient_accumulation_steps 3 --max_steps 3".split()
-    whole = ["--model", small_gpt2, *WORK, *plain, "--output_dir", tmp_path / "whole"]
+    whole = [*WORK, *plain, "--output_dir", tmp_path / "whole"]
     whole = script(*whole, launcher="torchrun", ranks=2)
     chosen = "--strategy zero2 --batch_size auto --global_batch_size 12".split()
     first = script(*flags, *chosen, launcher="torchrun", ranks=2)

@@ -85,13 +85,14 @@ def test_a_slow_tokenizer_with_a_large_id(tmp_path):
 
     class Gap:
         is_fast, eos_token_id, chat_template = False, None, None
-        added_tokens_decoder: dict = {}
 
         def __call__(self, texts, **_):
             return {"input_ids": [[70_000] * len(text) for text in texts]}
 
         def get_vocab(self):
             return {"a": 70_000}
+
+        added_tokens_decoder = property(lambda self: {})
 
     (tmp_path / "a.txt").write_text("aa")
     assert ids_of(tokenized(tmp_path / "a.txt", Gap(), tmp_path)).tolist() == [70_000, 70_000]
