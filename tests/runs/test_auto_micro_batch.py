@@ -41,6 +41,16 @@ def test_one_rank_without_memory_halves_the_micro_batch_of_all(
     assert "❌" not in run.out + run.err and descendants_of_test() == []
 
 
+@pytest.mark.slow
+def test_a_batch_that_the_plan_has_chosen_is_halved_too(script, whole):
+    chosen = "--strategy auto --batch_size auto --global_batch_size 16 --auto_micro_batch".split()
+    fault = {"program": FAULT, "env": {"FAULT": "oom_above:0:2"}}
+    run = script(*WORK, *chosen, launcher="torchrun", ranks=2, **fault, real=True, timeout=170)
+    assert run.results["automatic"]["batch_size"] == 8
+    assert (run.results["batch_size"], run.results["gradient_accumulation_steps"]) == (2, 4)
+    assert_close(run.losses, whole.losses, 1e-6)
+
+
 def test_a_single_sequence_that_does_not_fit_ends_the_run(script):
     flags = [*WORK, "--batch_size", "2", "--auto_micro_batch"]
     run = script(*flags, program=FAULT, env={"FAULT": "oom_above:0:0"}, real=True, ok=False)
