@@ -48,6 +48,7 @@ RESULTS: tuple[Column, ...] = (
     ("host\nGB/rank", "host_bytes", "{:,.2f}", GB),
     ("NVMe\nMB", "nvme_bytes", "{:,.0f}", MB),
     ("tokens/s\n/rank", "tokens_per_second_per_gpu", "{:,.0f}", 1),
+    ("bits\n/byte", "bits_per_byte", "{:.4f}", 1),
 )
 NARROW = 5  # of RESULTS without --wide, and in the rows of a comparison in progress
 # Characters of the columns in these rows, which are printed before the next row is known: name,
@@ -317,6 +318,12 @@ def difference_of(run: RecordedRun, reference: RecordedRun) -> str:
         text += " The training losses agree."
     elif norm and norm.last <= first.last:
         text += f" The gradient norms differ from step {_values(norm)}."
+    bits = [each.numbers.get("bits_per_byte") for each in (reference, run)]
+    if None not in bits and "tokenizer" in [d.name for d in agreement.differences]:
+        text += (
+            " A loss per token depends on the tokenizer. The last evaluations are comparable in "
+            f"bits per byte: {bits[0]:.4f} and {bits[1]:.4f}."
+        )
     if likely := agreement.causes[:MOST_CAUSES]:
         causes = [f"{cause}, which changes {cause.changes}" for cause in likely]
         return f"{text} Likely cause: {'; or '.join(causes)}."

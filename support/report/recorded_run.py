@@ -208,6 +208,7 @@ def numbers_of(results: dict) -> JsonObject:
         "step_seconds": sum(phases.values()),
         "paper_volume": STRATEGIES[results["strategy"]].paper_volume,
         "final_loss": float(results["train_loss_last"]),
+        "bits_per_byte": results.get("bits_per_byte"),  # earlier versions recorded none
         "volume": collectives and volume_of(collectives) / results["parameters"],
         "sent_bytes": results.get("communication_bytes_per_step"),
     }

@@ -105,6 +105,16 @@ def test_every_flag_that_can_change_a_loss_is_compared():
     assert flags - {*NO_EFFECT} <= EFFECT_OF.keys()
 
 
+def test_losses_under_other_tokenizers_are_given_in_bits_per_byte(ours):
+    other = [loss + 0.1 for loss in LOSSES]
+    a = ours("a", steps(), soft={"tokenizer": "x"}, bits_per_byte=1.25)
+    b = ours("b", steps(other), soft={"tokenizer": "y"}, bits_per_byte=1.2)
+    found, text = compared(a, b)
+    assert "bits per byte: 1.2500 and 1.2000" in text and found["bits_per_byte"] == 1.2
+    same = ours("c", steps(other), soft={"tokenizer": "x"}, bits_per_byte=1.2)
+    assert "bits per byte:" not in compared(a, same)[1]
+
+
 def test_equal_runs(ours):
     """The learning rates are equal, so max_steps is no difference."""
     close = [*(loss * (1 + 1e-7) for loss in LOSSES), 5.0, 4.5]
