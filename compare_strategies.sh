@@ -134,7 +134,8 @@ in_project 'from support import startup; startup.start(sys.argv[1:])' \
 from support.cli.parse import read_command_line
 line = read_command_line(sys.argv[1:])
 if "gradient_accumulation_steps" not in line.given:
-    print("" if "batch_size" in line.given else "--batch_size 1", "--gradient_accumulation_steps 4")
+    own = "" if "global_batch_size" in line.given else "--gradient_accumulation_steps 4"
+    print("" if "batch_size" in line.given else "--batch_size 1", own)
 if "precision" not in line.given and line.settings.model.model == "tiny-gpt2":
     print("--precision fp32")
 ' --model "$model" --strategy "$checked" "${arguments[@]}") || exit 2

@@ -66,7 +66,7 @@ def plan(args: Options, work: Workload, devices: Devices) -> int:
         if cost.is_planned(args):
             own_flags = command.flags_of(args, changed, chosen.strategy)
             spent = cost.cost_of(args, changed, chosen, own_flags, devices)
-    code = EXIT_COMPLETED if chosen and (of_file or not args.config) else EXIT_FAILED
+    code = EXIT_COMPLETED if chosen and (of_file or not args.strategy) else EXIT_FAILED
     if args.json:
         own = {"file": args.config, "strategy": args.strategy, "fits": bool(of_file)}
         answer = {
@@ -83,7 +83,7 @@ def plan(args: Options, work: Workload, devices: Devices) -> int:
         print(json.dumps(answer, indent=2))
         return code
     print(text.as_text(args, work, devices, needs))
-    if args.config and not of_file:
+    if args.strategy and not of_file:
         print(f"❌ {args.config}: {args.strategy} does not fit.")
     if chosen is None:
         print(

@@ -9,6 +9,7 @@ planner      scripts/plan_memory.py: its flags, workload and tables
 data         from --dataset to batches of token ids
 model        model and tokenizer, loss, LoRA, export, generation
 strategies   one folder for each engine: DDP, FSDP, DeepSpeed; gradients
+choice       --strategy auto and --batch_size auto: plain flags that fit all ranks
 balance      --rank_shares auto: measures the ranks, and chooses their shares
 checkpoints  saving, resuming, the format, conversion
 memory       measured and estimated memory

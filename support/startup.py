@@ -49,13 +49,13 @@ def start(argv: list[str]) -> tuple[Settings, launching.Launch]:
         line = read_command_line(argv)
         settings = line.settings
         if process.RESTARTED in os.environ:
-            settings = restart.restarted(argv, line)
+            settings = restart.restarted(line)
         quiet, verbose = settings.output.quiet, settings.debug.verbose  # also from a run file
         console.configure(launch.rank, quiet, verbose)
         commands.refuse_launcher(settings.command, launch)
         tuning.choose_hardware(settings.training.device)
         if settings.run_file.print_config:
-            print_flags(argv, line, launch)
+            print_flags(line, launch)
         if settings.command.prove is not None:
             # Before the settings of this process, which the runs of --prove would inherit.
             from support.commands import prove  # imports torch
@@ -110,9 +110,9 @@ def run_on_all_ranks(
         setup_distributed: initializes the process group, and returns the DistContext.
         train: returns the wrapped model.
     """
+    from support.choice import choose
     from support.cluster.all_ranks import run_together
     from support.model.prepare import configure_transformers
-    from support.report import automatic
 
     # The imported modules live as long as the process, so they need not be searched for garbage.
     gc.freeze()
@@ -120,13 +120,19 @@ def run_on_all_ranks(
 
     def work(ctx: DistContext) -> tuple[nn.Module | None, int]:
         ctx.precision = tuning.choose_precision(settings.training.precision, ctx.device)
-        own = automatic.choose(sys.argv[1:], settings, ctx)
-        if choice := own.parallelism.choice:
-            automatic.say(settings.parallelism.automatic, choice)
-        own.parallelism.configured.check_options(settings.debug.verbose)
+        try:
+            chosen = choose.choose(settings, ctx)
+        except UserError as error:
+            if not (settings.command.check or settings.command.show_sample):
+                raise
+            chosen = settings
+            console.warn(str(error))
+        if settings.parallelism.to_choose and chosen.parallelism.choice:
+            choose.say(settings.parallelism.to_choose, chosen.parallelism.choice)
+        chosen.parallelism.configured.check_options(settings.debug.verbose)
         if command := commands.command_of(settings.command):
-            return None, command(own, ctx)
+            return None, command(chosen, ctx)
         configure_transformers(settings.data.isolates_documents, ctx)
-        return train(own, ctx), EXIT_COMPLETED
+        return train(chosen, ctx), EXIT_COMPLETED
 
     run_together(partial(setup_distributed, settings, launch), work, settings.debug.verbose)

@@ -4,7 +4,8 @@ parser         a parser whose errors are one line, for the run and for all scrip
 flags          the parser of all flags, with their names in other trainers
 given          the flags on the command line and in its run file
 parse          from these flags to the settings: defaults, the strategy's file, checks
-automatic      --strategy auto, --batch_size auto, --global_batch_size
+defaults       values of flags that other flags determine
+choice         --strategy auto, --batch_size auto, --global_batch_size
 trainer_flags  flags of other trainers that set ours
 run_file       --config and --print_config: flags in a YAML file
 check_run      the first checks of a run

@@ -2,17 +2,17 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from support.cli import automatic, checks
+from support.cli import checks, defaults
+from support.cli import choice as cli_choice
 from support.cli.flags import IGNORED
 from support.cli.given import read_flags
 from support.cli.parser import Options
+from support.cli.trainer_flags import convert
 from support.errors import UserError
-from support.known_models import EMBEDDED_MODEL
-from support.settings.data import Dataset, default_dataset
-from support.settings.settings import DEFAULTS, FLAGS, Settings
-from support.settings.training import default_learning_rate
+from support.settings.data import Dataset
+from support.settings.settings import DEFAULTS, FLAGS, AsGiven, Settings
 from support.strategies.strategy import Flags, FlagValues, Resolved
 from support.strategies.table import STRATEGIES
 
@@ -27,8 +27,6 @@ USERS = {
     **dict.fromkeys(("decay_ratio", "decay_type"), "--lr_scheduler wsd"),
     "min_lr_ratio": "schedules with a decay",
 }
-CHECK_SECONDS = 60  # --check: the longest wait for another rank
-SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
 
 
 @dataclass(frozen=True)
@@ -46,92 +44,72 @@ def parse_arguments(argv: list[str]) -> Settings:
     return read_command_line(argv).settings
 
 
-def read_command_line(argv: list[str], chosen: FlagValues | None = None) -> CommandLine:
+def read_command_line(argv: list[str], world_size: int | None = None) -> CommandLine:
     """Parse the command line and its files, and complete the settings.
 
     Args:
-        chosen: values of flags that are auto, see `report.automatic`.
+        world_size: number of ranks; None: as the launcher has set it.
     Raises:
         UserError: flags are unknown or contradict each other, or a file is not valid.
     """
-    values, sources = automatic.filled_in(*read_flags(argv), chosen)
+    return complete(AsGiven(*read_flags(argv)), None, world_size)
+
+
+def complete(
+    as_given: AsGiven, choice: FlagValues | None, world_size: int | None = None
+) -> CommandLine:
+    """Complete the settings from the flags that were given.
+
+    Flags that are auto get the values of `choice` (support/choice), or provisional ones.
+
+    Raises:
+        UserError: flags contradict each other, or a file of the strategy is not valid.
+    """
+    values, sources = cli_choice.filled_in(*as_given, choice)
     given = frozenset({*values, *sources})
     flags = Options(**{**DEFAULTS, **{name: values[name] for name in values if name in FLAGS}})
     flags.dataset = parse_datasets(flags.dataset or [])
     flags.fsdp = " ".join(flags.fsdp or []) or None
+    world_size = world_size or flags.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
 
     def change(source: str, **changed: object) -> None:
         vars(flags).update(changed)
         sources.update(dict.fromkeys(changed, source))
 
     if given & CONVERTED:
-        from support.cli.trainer_flags import convert
-
         change("Trainer's flags", **convert(flags))
     checks.refuse_conflicts(flags, given)
-    to_choose = automatic.take_provisional(flags, given)
-    for command, changed in _of_commands(flags).items():
+    to_choose = cli_choice.take_provisional(flags, given)
+    for command, changed in defaults.of_commands(flags).items():
         change(command, **changed)
-    _set_defaults(flags)
-    change("--global_batch_size", **automatic.accumulation(flags, given, _world_size(flags)))
+    defaults.set_defaults(flags)
+    change(cli_choice.FOLLOWS, **cli_choice.accumulation(flags, given, to_choose, world_size))
     if flags.ds_config and "strategy" not in given:
         from support.strategies.deepspeed.options import choose_strategy, read_ds_config
 
         found = choose_strategy(read_ds_config(flags.ds_config))
         change(f"{flags.ds_config}: zero_optimization", strategy=found)
-    resolved = _resolve_strategy(flags, given)
+    resolved = _resolve_strategy(flags, given, world_size)
     vars(flags).update(resolved.values)
     sources.update(resolved.sources)
-    # The options of one strategy may describe another (NO_SHARD of FSDP).
-    other = "strategy" in resolved.values
-    strategy = (_resolve_strategy(flags, given) if other else resolved).strategy
+    strategy = resolved.strategy
+    if "strategy" in resolved.values:  # its options describe another one (NO_SHARD of FSDP)
+        strategy = _resolve_strategy(flags, given, world_size).strategy
     checks.check_strategy_supports(flags, strategy)
     checks.check_prove(flags, resolved)
-    percentage = flags.validation_split_percentage
     computed = {
         "configured": strategy,
-        "held_out_share": percentage / 100 if percentage else flags.validation_split,
-        "automatic": to_choose,
-        "choice": chosen,
+        "held_out_share": defaults.held_out_share(flags),
+        "to_choose": to_choose,
+        "choice": choice,
     }
-    settings = Settings.of_flags(vars(flags), computed)
-    return CommandLine(settings, given, sources, _notices(flags, given, resolved))
+    settings = replace(Settings.of_flags(vars(flags), computed), as_given=as_given)
+    return CommandLine(settings, given, sources, _notices(flags, given, resolved, to_choose))
 
 
-def _of_commands(flags: Options) -> dict[str, FlagValues]:
-    """Return the flags that --check and --simulate_gpus set."""
-    found: dict[str, FlagValues] = {}
-    if flags.check and flags.ddp_timeout > CHECK_SECONDS:
-        found["--check"] = {"ddp_timeout": CHECK_SECONDS}
-    if flags.simulate_gpus:
-        steps = flags.max_steps or SIMULATED_STEPS
-        off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}
-        found["--simulate_gpus"] = {"max_steps": steps, **off}
-    return found
-
-
-def _set_defaults(flags: Options) -> None:
-    """Set the flags whose defaults depend on other flags, in place."""
-    is_embedded = flags.model == EMBEDDED_MODEL
-    if not flags.dataset:
-        # --eval_only uses no other text than --validation_file.
-        only = flags.validation_file if flags.eval_only else None
-        flags.dataset = (Dataset(only or default_dataset(flags.model)),)
-    if flags.lr is None:
-        random_weights = flags.from_scratch or is_embedded
-        flags.lr = default_learning_rate(flags.optim, random_weights, bool(flags.lora_r))
-    if flags.lora_r and flags.lora_alpha is None:
-        flags.lora_alpha = 2.0 * flags.lora_r
-    flags.hang_seconds = flags.hang_seconds or max(1, flags.ddp_timeout // 10)
-
-
-def _world_size(flags: Options) -> int:
-    return flags.simulate_gpus or int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _resolve_strategy(flags: Options, given: frozenset[str]) -> Resolved:
+def _resolve_strategy(flags: Options, given: frozenset[str], world_size: int) -> Resolved:
     """Merge the flags with the file of the strategy."""
-    merged = Flags(vars(flags), given, parse_value, _world_size(flags))
+    merged = Flags(vars(flags), given, parse_value, world_size)
     return STRATEGIES[flags.strategy].resolve(merged)
 
 
@@ -173,9 +151,12 @@ def parse_datasets(words: list[str]) -> tuple[Dataset, ...]:
     return tuple(datasets)
 
 
-def _notices(flags: Options, given: frozenset[str], resolved: Resolved) -> tuple[str, ...]:
+def _notices(
+    flags: Options, given: frozenset[str], resolved: Resolved, to_choose: tuple[str, ...]
+) -> tuple[str, ...]:
     """Return lines about what was given and has no effect in this run."""
     used = resolved.used | ({"logging_dir"} if "tensorboard" in flags.report_to else set())
+    used |= {"nvme_path"} if "strategy" in to_choose else set()  # infinity may be chosen
     used |= {"decay_ratio", "decay_type"} if flags.lr_scheduler == "wsd" else set()
     used |= {"min_lr_ratio"} if flags.lr_scheduler != "constant" else set()
     lines = [

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypedDict
 
 from support import process
-from support.cli.parse import CommandLine, read_command_line
+from support.cli.parse import CommandLine, complete
 from support.cluster import launch
 from support.errors import UserError, explain
 from support.files import atomic
@@ -136,15 +136,11 @@ def restart_values(
     }
 
 
-def restarted(argv: list[str], line: CommandLine) -> Settings:
-    """Return the settings of a program that was started again.
-
-    Args:
-        argv: the command line, as it is read in `line`.
-    """
+def restarted(line: CommandLine) -> Settings:
+    """Return the settings of a program that was started again, with the changed flags."""
     settings = line.settings
-    if settings.parallelism.automatic:  # keep the choice
-        settings = read_command_line(argv, chosen=values()["choice"]).settings
+    if settings.parallelism.to_choose:  # keep the choice
+        settings = complete(settings.as_given, values()["choice"]).settings
     return settings.replace(**restarted_with(settings.parallelism.configured))
 
 

@@ -75,7 +75,7 @@ def micro_batch(sequences: list[list[Part]], padding: Padding, packed: bool = Fa
         stored = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
         ids = np.where(stored < 0, ~stored, stored)
         place = np.concatenate([_positions_of(part, end) for part, end in parts])
-        learned = np.concatenate([_is_target(*part) for part in parts])
+        learned = _are_targets(stored, place)
         inputs[row, :length] = torch.from_numpy(ids)
         labels[row, :length] = torch.from_numpy(np.where(learned, ids, IGNORED))
         positions[row, :length] = torch.from_numpy(place)
@@ -91,9 +91,9 @@ def _positions_of(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
     return place - np.maximum.accumulate(after_end)
 
 
-def _is_target(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
-    """Return which tokens of a part have a loss: not the first one of a document."""
-    return (ids >= 0) & (_positions_of(ids, end_of_text) > 0)
+def _are_targets(stored: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return which tokens have a loss: not the first one of a document."""
+    return (stored >= 0) & (positions > 0)
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,11 @@ class Sequences:
     def targets(self) -> Targets:
         """Count the tokens with a loss of all sequences, and the bytes of their text."""
         tokens, size = 0, 0.0
-        sizes = [f.bytes_by_id.read(0, f.bytes_by_id.count) for f in self.files if f.bytes_by_id]
+        sizes = [file.sizes_by_id() for file in self.files]
         for number, start, end in self.ranges.tolist():
             file = self.files[number]
             ids = file.read(start, end)
-            targets = ids[_is_target(ids, file.end_of_text)]
+            targets = ids[_are_targets(ids, _positions_of(ids, file.end_of_text))]
             tokens += len(targets)
             size += float(sizes[number][targets].sum())
         return {"tokens": tokens, "bytes": round(size)}

@@ -17,18 +17,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def bytes_by_id(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the bytes of each token's own text: int64 [largest id + 1], 0 for special tokens.
+def bytes_by_id(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, bool]:
+    """Return the bytes of each token's own text, and whether these are the bytes of any text.
 
-    A tokenizer of bytes (GPT-2, Llama 3, Qwen) writes each byte as one character. Others write a
-    space as "▁", and a byte without a token of its own as <0xNN>. Their tokens may differ from the
-    text: a space before its beginning, characters that were normalized, unknown words. So the
-    counts of a split of documents are scaled to the bytes of its text.
+    A tokenizer of bytes (GPT-2, Llama 3, Qwen) writes each byte as one character. One with byte
+    fallback (Llama 2, Mistral, Gemma) writes a space as "▁", and a byte without a token of its own
+    as <0xNN>; some add a space before a text. The tokens of all others may differ from the text:
+    normalized characters, unknown words, marks of the parts of a word.
+
+    Returns:
+        int64 [largest id + 1], 0 for special tokens; and whether the tokenizer is of one of these
+        two kinds.
     """
-    added = tokenizer.added_tokens_decoder
+    added, vocabulary = tokenizer.added_tokens_decoder, tokenizer.get_vocab()
     content = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     of_bytes = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
-    vocabulary = tokenizer.get_vocab()
+    falls_back = bool((content.get("model") or {}).get("byte_fallback"))
     sizes = np.zeros(max(vocabulary.values(), default=0) + 1, np.int64)
     for token, number in vocabulary.items():
         if number in added:
@@ -39,4 +43,4 @@ def bytes_by_id(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
             sizes[number] = 1
         else:
             sizes[number] = len(token.replace("▁", " ").encode())
-    return sizes
+    return sizes, of_bytes or falls_back

@@ -27,7 +27,7 @@ class TokenFile:
         dtype: of the array; negative numbers only in the tokens of examples.
         count: number of items that the file must have.
         end_of_text: the id that ends a document, see `sequences.Part`.
-        bytes_by_id: the bytes of the text that each token id stands for.
+        sizes: the bytes of the text that each token id stands for; None: not known.
     Raises:
         TrainingError: the file cannot be read, or has another size.
     """
@@ -38,9 +38,9 @@ class TokenFile:
         dtype: str,
         count: int,
         end_of_text: int | None = None,
-        bytes_by_id: TokenFile | None = None,
+        sizes: TokenFile | None = None,
     ) -> None:
-        self.path, self.end_of_text, self.bytes_by_id = path, end_of_text, bytes_by_id
+        self.path, self.end_of_text, self._sizes = path, end_of_text, sizes
         self.count, self._dtype = count, np.dtype(dtype)
         self._bytes = count * self._dtype.itemsize
         try:
@@ -70,6 +70,11 @@ class TokenFile:
         if found != self._bytes:
             raise self._changed(f"it has {found:,} bytes and must have {self._bytes:,}")
         return np.frombuffer(content, self._dtype)
+
+    def sizes_by_id(self) -> np.ndarray:
+        """Return the bytes of the text that each token id stands for: float64 [ids]."""
+        assert self._sizes is not None, "these tokens are never evaluated"
+        return self._sizes.read(0, self._sizes.count)
 
     def _changed(self, problem: str) -> TrainingError:
         return TrainingError(

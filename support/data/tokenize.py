@@ -6,7 +6,7 @@ follow each other; a token t without a loss is stored as ~t, and `<split>.index.
 end, first target, end of the first answer that ends with a trained end token] of each example; the
 last is start if there is none. Neither depends on the length of a sequence, so one cached corpus
 serves every --seq_length. `<split>.bytes.bin` has the bytes of the text that each token id stands
-for on average in the split; that of a tokenizer of bytes is exact.
+for: exactly if the tokenizer keeps all bytes, else on average over the documents of the split.
 
 Long documents are tokenized in pieces, with exactly the ids of the whole document. A text is cut
 after a line break, or else before a space, where tokens(left + right) = tokens(left) +
@@ -192,6 +192,10 @@ class _Digest:
         self._digest.update(content)
         self.size += len(content)
 
+    def separate(self) -> None:
+        """Mark the end of a document, which is no part of the size."""
+        self._digest.update(b"\0")
+
     def hex(self) -> str:
         return self._digest.hexdigest()
 
@@ -209,7 +213,7 @@ def _write_split(
     index = list[tuple[int, int, int, int]]()
     usable = _usable(rows, facts, refuse)
     usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
-    sizes, counted = bytes_by_id(tokenizer), 0
+    (sizes, are_exact), counted = bytes_by_id(tokenizer), 0
     has_examples = facts["kind"] in ("chat", "pair")
     if has_examples:
         dtype = "int32"
@@ -236,8 +240,8 @@ def _write_split(
     if has_examples:
         np.array(index, np.int64).tofile(f"{path}.index.bin")
         facts["rows"] = len(index)
-    # A zero byte separates the documents in their digest.
-    scale = (text.size - facts["rows"]) / counted if counted else 1.0
+    # The tokens of documents get the bytes of their text, those of examples 0 if not exact.
+    scale = text.size / counted if counted else float(are_exact)
     (sizes * scale).tofile(f"{path}.bytes.bin")
     return {
         **facts,
@@ -291,7 +295,7 @@ def _encode_documents(
         for piece in row.pieces:
             text.add(piece.encode())
             yield piece
-        text.add(b"\0")
+        text.separate()
 
     pieces = itertools.chain.from_iterable(documents.pieces(read(row)) for row in rows)
     start = first

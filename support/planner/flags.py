@@ -1,11 +1,12 @@
 """The flags of scripts/plan_memory.py; those of a run are named as in real_model_example.py."""
 
-from support.cli.parse import parse_arguments
+from support.cli.parse import read_command_line
 from support.cli.parser import Options, Parser
 from support.errors import UserError
 from support.files.user_files import shown
 from support.memory.fit import check_is_planned
 from support.optimizers import OPTIMIZERS
+from support.planner.workload import number_of_gpus
 from support.rank_shares import shown_shares
 from support.report import cost
 from support.settings import flag_types
@@ -99,7 +100,13 @@ def read_flags(parser: Parser) -> Options:
     args = parser.parse_args()
     if args.config is None:
         return args
-    run = parse_arguments(["--config", args.config])
+    gpus, _ = number_of_gpus(args)
+    run = read_command_line(["--config", args.config], gpus).settings
+    if "batch_size" in run.parallelism.to_choose:
+        raise UserError(
+            f"{shown(args.config)} has batch_size: auto, which a run chooses on its GPUs: plan it "
+            "without --config, with --solve batch."
+        )
     check_is_planned(run.parallelism.configured, run.training.eval_only)
     flags, isolates = run.flags(), run.data.isolates_documents
     values = {name: flags[name] for name in SAME_FLAGS} | {
@@ -109,6 +116,8 @@ def read_flags(parser: Parser) -> Options:
         "no_fused_gelu": not flags["fused_gelu"],
         "isolate_documents": isolates,
     }
+    if "strategy" in run.parallelism.to_choose:  # the plan chooses as the run does
+        values["strategy"] = None
     parser.set_defaults(in_file=values, **values)
     if isinstance(run.training.rank_shares, tuple):
         values["rank_shares"] = shown_shares(run.training.rank_shares)

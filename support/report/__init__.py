@@ -7,7 +7,6 @@ run_folder       the output folder: its lock, and results.json from the start to
 results          the content of results.json
 run_plan         the memory estimate of a run in progress
 run_workload     the workload of a run in progress, which it describes
-automatic        --strategy auto, --batch_size auto: the first that fits; candidates: of these
 start_log        what a run reports before its training: model, data, memory by phase
 step_log         the log of the steps: metrics.jsonl, console, progress bar, trackers
 results_types    checks the types in a results.json that is read

@@ -45,7 +45,7 @@ class ParallelismSettings:
     )
     # Not a flag: the row of --strategy in the table of strategies, with the options of its file.
     configured: Strategy
-    # Not flags either: the flags that are auto and have provisional values until the ranks have
-    # met; and what was chosen then, for results.json.
-    automatic: tuple[str, ...] = ()
+    # Not flags either: those that are auto, and have provisional values until the ranks have met;
+    # and what was chosen then.
+    to_choose: tuple[str, ...] = ()
     choice: JsonObject | None = None

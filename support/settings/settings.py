@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from support.settings.cluster import ClusterSettings
 from support.settings.command import CommandSettings, RunFileSettings
@@ -27,6 +27,13 @@ class Hub:
     problem: str | None = None  # with --check: what is missing without it
 
 
+class AsGiven(NamedTuple):
+    """The flags of the command line and of the run file."""
+
+    values: FlagValues
+    sources: dict[str, str]  # where each is from
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings of a run, by section, in the order of --help.
@@ -45,7 +52,9 @@ class Settings:
     output: OutputSettings
     debug: DebugSettings
     trainer: TrainerFlags
-    hub: Hub = Hub()  # not a section: known later than the flags
+    # Not sections: known later than the flags; and what --strategy auto completes anew.
+    hub: Hub = Hub()
+    as_given: AsGiven = field(default_factory=lambda: AsGiven({}, {}))
 
     @classmethod
     def of_flags(cls, values: FlagValues, computed: FlagValues) -> Settings:

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.choice import candidates, choose
 from support.cli.parse import parse_arguments, read_command_line
+from support.commands.print_flags import print_flags
 from support.errors import UserError
 from support.memory.fit import Limits
-from support.report import automatic, candidates
+from support.planner import flags as planner_flags
 from support.units import GB
 
 GPT2 = ["--model", "gpt2", "--seq_length", "1024", "--precision", "fp32"]
@@ -23,24 +25,24 @@ def four_ranks(monkeypatch):
     ranks = SimpleNamespace(memory=[24.0, 24.0, 24.0, 24.0])
 
     def all_gather(value):  # the values of ranks with other limits
-        if isinstance(value, int):
-            return [int(memory * GB) for memory in ranks.memory]
+        if isinstance(value, tuple):  # planned and available bytes of a rank
+            return [(value[0], int(memory * GB)) for memory in ranks.memory]
         return [
             [Limits(int(memory * GB)).hold(need, 0.9) for need in ranks.needs]
             for memory in ranks.memory
         ]
 
     def remember(original):
-        def estimate(self, work):
-            ranks.needs.append(original(self, work))
-            ranks.estimates[self] = ranks.needs[-1]
+        def estimate(self):
+            ranks.needs.append(original(self))
+            ranks.estimates[self.strategy, self.work.batch_size] = ranks.needs[-1]
             return ranks.needs[-1]
 
         return estimate
 
     ranks.needs, ranks.estimates = [], {}
     monkeypatch.setattr(candidates.Candidate, "estimate", remember(candidates.Candidate.estimate))
-    monkeypatch.setattr(automatic, "memory_limits", lambda ctx: Limits(int(ranks.memory[0] * GB)))
+    monkeypatch.setattr(choose, "memory_limits", lambda ctx: Limits(int(ranks.memory[0] * GB)))
     ranks.ctx = SimpleNamespace(
         **{"rank": 0, "world_size": 4, "simulated": False, "precision": "fp32"},
         **{"device": torch.device("cpu"), "capability": (0, 0), "node_of_rank": [0] * 4},
@@ -51,10 +53,10 @@ def four_ranks(monkeypatch):
 
 def chosen(ranks, argv):
     ranks.needs.clear()
-    settings = automatic.choose(argv, parse_arguments(argv), ranks.ctx)
+    settings = choose.choose(parse_arguments(argv), ranks.ctx)
     flags = settings.flags()
     found = [flags[name] for name in ("strategy", "batch_size", "gradient_accumulation_steps")]
-    assert settings.parallelism.automatic == () and settings.training.global_batch(4) == 64
+    assert settings.parallelism.to_choose == () and settings.training.global_batch(4) == 64
     return found, settings.parallelism.choice
 
 
@@ -89,13 +91,17 @@ def test_other_flags_exclude_strategies(four_ranks):
 
 
 def test_a_resumed_run_keeps_its_choice(four_ranks, tmp_path):
-    earlier = {"strategy": "zero2", "batch_size": 2}
-    results = {"automatic": earlier, "world_size": 4}
+    # --auto_micro_batch has halved the chosen size.
+    results = {"automatic": {"batch_size": 32}, "strategy": "zero2", "batch_size": 16}
+    results["world_size"] = 4
     (tmp_path / "results.json").write_text(json.dumps(results))
     resumed = [*BOTH, "--output_dir", str(tmp_path), "--resume"]
     found, choice = chosen(four_ranks, resumed)
-    assert found == ["zero2", 2, 8] and choice["kept"]
-    # On another number of ranks it may not fit, or not divide the batch.
+    assert found == ["zero2", 16, 1] and choice["kept"]
+    four_ranks.memory[3] = 6.0  # where it does not fit, the run chooses anew
+    assert chosen(four_ranks, resumed)[0][0] == "dp"
+    four_ranks.memory[3] = 24.0
+    # On another number of ranks it may not divide the batch.
     (tmp_path / "results.json").write_text(json.dumps({**results, "world_size": 2}))
     assert chosen(four_ranks, resumed)[0][0] == "dp"
 
@@ -104,7 +110,7 @@ def test_a_global_batch_determines_the_accumulation(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     training = parse_arguments(["--batch_size", "3", "--global_batch_size", "24"]).training
     assert training.gradient_accumulation_steps == 4 and training.global_batch(2) == 24
-    # What --print_config prints of such a run is valid.
+    # Both flags are valid if they agree.
     same = ["--batch_size", "3", "--global_batch_size", "24", "--gradient_accumulation_steps", "4"]
     assert parse_arguments(same).training == training
 
@@ -118,7 +124,8 @@ def test_a_global_batch_determines_the_accumulation(monkeypatch):
         ("--batch_size auto --global_batch_size 8 --gradient_accumulation_steps 2", "leave"),
         ("--batch_size auto --global_batch_size 8 --rank_shares 2,1", "equal shares"),
         ("--strategy auto --eval_only", "does not train"),
-        ("--strategy auto --simulate_gpus 4", "GPUs that are there"),
+        ("--strategy auto --simulate_gpus 4", "real GPUs"),
+        ("--global_batch_size 8 --ds_config ds_config_stage2.json", "set it there"),
         ("--strategy auto --prove", "all strategies"),
         ("--strategy auto --fsdp_config x.json", "leave --ds_config and --fsdp_config out"),
     ],
@@ -126,3 +133,31 @@ def test_a_global_batch_determines_the_accumulation(monkeypatch):
 def test_what_auto_excludes(flags, said):
     with pytest.raises(UserError, match=said):
         read_command_line(flags.split())
+
+
+def test_the_printed_flags_are_those_of_any_number_of_ranks(monkeypatch, capsys, tmp_path):
+    """The accumulation follows from --global_batch_size."""
+    line = read_command_line(["--batch_size", "2", "--global_batch_size", "8"])
+    monkeypatch.setattr("support.process.check_output", lambda: None)
+    with pytest.raises(SystemExit):
+        print_flags(line, launch=None)
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    for world_size, steps in ((1, 4), (2, 2), (4, 1)):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        training = parse_arguments(["--config", str(tmp_path / "run.yaml")]).training
+        assert training.gradient_accumulation_steps == steps
+
+
+def planned(monkeypatch, file, **flags):
+    """The arguments of plan_memory.py for a run file, on three GPUs."""
+    file.write_text("".join(f"{name}: {value}\n" for name, value in flags.items()))
+    monkeypatch.setattr("sys.argv", ["plan_memory.py", "--config", str(file), "--gpus", "3"])
+    return planner_flags.read_flags(planner_flags.build_parser("A plan."))
+
+
+def test_the_plan_of_a_run_file_with_auto_or_a_global_batch(monkeypatch, tmp_path):
+    args = planned(monkeypatch, tmp_path / "a.yaml", batch_size=8, global_batch_size=48)
+    assert (args.batch_size, args.gradient_accumulation_steps) == (8, 2)
+    assert planned(monkeypatch, tmp_path / "b.yaml", strategy="auto").strategy is None
+    with pytest.raises(UserError, match="which a run chooses"):
+        planned(monkeypatch, tmp_path / "c.yaml", batch_size="auto", global_batch_size=48)

@@ -19,6 +19,7 @@ ORDER = [
     *(
         ["startup"],
         ["commands", "planner"],
+        ["choice"],
         ["report"],
         ["balance", "checkpoints"],
         ["model"],

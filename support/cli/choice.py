@@ -5,17 +5,18 @@ from support.errors import UserError
 from support.rank_shares import AUTO
 from support.strategies.strategy import FlagValues
 
-# Flags that may be auto, and their values until the run has chosen: `report.automatic`.
+FOLLOWS = "from --global_batch_size"  # the source of what follows from it on any number of ranks
+# Flags that may be auto, and their values until the run has chosen (support/choice).
 PROVISIONAL: FlagValues = {"strategy": "dp", "batch_size": 1}
 
 
 def filled_in(
-    values: FlagValues, sources: dict[str, str], chosen: FlagValues | None
+    values: FlagValues, sources: dict[str, str], choice: FlagValues | None
 ) -> tuple[FlagValues, dict[str, str]]:
     """Return the flags and their sources, with the values that the run has chosen for auto."""
-    names = [name for name in PROVISIONAL if chosen and values.get(name) == AUTO]
+    names = [name for name in PROVISIONAL if choice and values.get(name) == AUTO]
     own = {name: f"--{name} auto" for name in names}
-    return {**values, **{name: (chosen or {})[name] for name in names}}, {**sources, **own}
+    return {**values, **{name: (choice or {})[name] for name in names}}, {**sources, **own}
 
 
 def take_provisional(flags: Options, given: frozenset[str]) -> tuple[str, ...]:
@@ -25,16 +26,15 @@ def take_provisional(flags: Options, given: frozenset[str]) -> tuple[str, ...]:
         UserError: they need another flag, or exclude one.
     """
     names = tuple(name for name in PROVISIONAL if getattr(flags, name) == AUTO)
-    by_plan = f"--{names[0]} auto" if names else ""
+    flag = f"--{names[0]} auto" if names else ""
     problems = {
-        f"{by_plan} uses this project's memory plan, which knows no own configurations: leave "
+        f"{flag} uses the memory plan, which does not support own configurations: leave "
         "--ds_config and --fsdp_config out": flags.ds_config or flags.fsdp_config,
-        f"{by_plan} plans training, and --eval_only does not train: leave auto out": (
-            flags.eval_only
+        f"{flag} plans a training, and --eval_only does not train: leave auto out": flags.eval_only,
+        f"--prove makes steps under all strategies: leave {flag} out": flags.prove is not None,
+        f"{flag} uses the memory of real GPUs: leave --simulate_gpus or auto out": (
+            flags.simulate_gpus
         ),
-        f"--prove makes steps under all strategies: leave {by_plan} out": flags.prove is not None,
-        f"{by_plan} needs the GPUs that are there, which --simulate_gpus does not have: leave it "
-        "out": flags.simulate_gpus,
     }
     if "batch_size" in names:
         problems |= {
@@ -42,8 +42,8 @@ def take_provisional(flags: Options, given: frozenset[str]) -> tuple[str, ...]:
             "the memory": flags.global_batch_size is None,
             "--batch_size auto determines the accumulation: leave --gradient_accumulation_steps "
             "out": "gradient_accumulation_steps" in given,
-            "--batch_size auto needs equal shares, or --rank_shares auto": isinstance(
-                flags.rank_shares, tuple
+            "--batch_size auto chooses for equal shares: leave --rank_shares or auto out": (
+                isinstance(flags.rank_shares, tuple)
             ),
         }
     for problem, holds in problems.items() if names else ():
@@ -53,21 +53,33 @@ def take_provisional(flags: Options, given: frozenset[str]) -> tuple[str, ...]:
     return names
 
 
-def accumulation(flags: Options, given: frozenset[str], world_size: int) -> FlagValues:
+def accumulation(
+    flags: Options, given: frozenset[str], to_choose: tuple[str, ...], world_size: int
+) -> FlagValues:
     """Return --gradient_accumulation_steps for --global_batch_size; without it no value.
 
+    Args:
+        to_choose: flags that have provisional values.
+
     Raises:
-        UserError: the global batch is no multiple, or the number of micro-batches is another one.
+        UserError: it is not a multiple, or contradicts --gradient_accumulation_steps.
     """
     if flags.global_batch_size is None:
         return {}
+    if flags.ds_config:
+        raise UserError(
+            "--global_batch_size is train_batch_size in the file of --ds_config: set it there, or "
+            "leave one of them out."
+        )
     ranks = f"{world_size} rank{'s' * (world_size > 1)}"
     micro_batch = flags.batch_size * world_size
     steps, rest = divmod(flags.global_batch_size, micro_batch)
     if rest:
+        size = "" if "batch_size" in to_choose else f"--batch_size {flags.batch_size} × "
+        total = f"{size}{ranks}" + (f" = {micro_batch}" if size else "")
         raise UserError(
-            f"--global_batch_size {flags.global_batch_size} is not a multiple of --batch_size "
-            f"{flags.batch_size} × {ranks} = {micro_batch}: change one of them."
+            f"--global_batch_size {flags.global_batch_size} is not a multiple of {total}: change "
+            "one of them."
         )
     if "gradient_accumulation_steps" in given and flags.gradient_accumulation_steps != steps:
         raise UserError(
