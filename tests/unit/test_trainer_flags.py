@@ -41,6 +41,8 @@ def test_tables_name_existing_flags_once():
         (["--do_eval", "--save_steps", "9", "--load_best_model_at_end"], {"eval_only": True}),
         (["--resume_from_checkpoint", "True", "--output_dir", "x"], {"resume": ""}),
         (["--use_peft", "--lora_target_modules", "q_proj", "--lora_r", "4"], {"lora_r": 4}),
+        (["--lora_r", "4", "--use_rslora", "True"], {"lora_rslora": True, "lora_dora": False}),
+        (["--lora_r", "4", "--use_dora"], {"lora_rslora": False, "lora_dora": True}),
         (["--fsdp"], {"strategy": "fsdp"}),
         (["--fsdp", "no_shard"], {"strategy": "dp"}),
         (["--deepspeed", "--strategy", "zero3"], {"strategy": "zero3"}),

@@ -150,7 +150,8 @@ def _offloaded_to_nvme(work: Workload, parameters: int, masters_and_states: int)
 def _groups(work: Workload) -> list[list[int]]:
     """Return the sizes in each parameter group: matrices (also adapters), and the rest."""
     if work.lora:
-        return [work.trained]
+        groups = (work.lora.matrices(work.model), work.lora.vectors(work.model))
+        return [work.model.layers * sizes for sizes in groups if sizes]
     is_matrix = work.model.is_matrix
     return [[size for size in work.trained if is_matrix(size) == kind] for kind in (True, False)]
 

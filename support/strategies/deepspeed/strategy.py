@@ -74,6 +74,11 @@ class DeepSpeed(Strategy):
         return self.stage == 3
 
     @property
+    def gathers_single_layers(self) -> bool:
+        """See the base class."""
+        return self.stage == 3
+
+    @property
     def replaces_linear(self) -> bool:
         """See the base class."""
         return self.stage == 3
