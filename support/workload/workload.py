@@ -184,6 +184,21 @@ class Workload:
         """Bytes of the largest weight that is converted from 4 bits while it is used."""
         return self.item * max(self.model.matrices) if self.in_4bit else 0
 
+    @property
+    def in_muon(self) -> int:
+        """Elements that Muon updates: the matrices of the blocks, or with adapters A and B."""
+        if self.optimizer != "muon":
+            return 0
+        return self.model.layers * sum(rows * columns for rows, columns in self._trained_matrices)
+
+    @property
+    def _trained_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of each trained matrix of a transformer block."""
+        if self.lora:
+            return self.lora.factors(self.model)
+        layers = self.model.linear_layers().values()
+        return [(layer.inputs, layer.outputs) for layer in layers]
+
     def optimizer_states(self, sizes: list[int]) -> int:
         """Return the bytes of the optimizer's states, without the fp32 weights.
 
@@ -194,6 +209,8 @@ class Workload:
             return sum(8 * n if n < 4096 else 2 * n + 2 * 4 * -(-n // 256) for n in sizes)
         if self.optimizer == "adafactor":  # of dp only
             return 4 * (self.lora.factored(self.model) if self.lora else self.model.factored())
+        if self.optimizer == "muon":  # of a shard, the same part is in matrices
+            return 8 * sum(sizes) - 4 * self.in_muon * sum(sizes) // sum(self.trained)
         return int(OPTIMIZERS[self.optimizer].state_bytes) * sum(sizes)
 
     def with_share(self, share: float) -> "Workload":
@@ -260,15 +277,21 @@ class Workload:
         """Bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
         return 4 if self.dtypes.autocast and self.device.type == "cuda" else self.stream
 
-    @property
-    def optimizer_temporaries(self) -> int:
-        """Temporary bytes per element while an optimizer updates a tensor.
+    def update_temporaries(self, elements: int) -> int:
+        """Return the temporary bytes while the optimizer updates its largest tensor.
 
-        Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none.
+        Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none. Muon needs for a
+        matrix of the blocks three in fp32 (its momentum, which FSDP gathers, the update, and an
+        average of one gradient), and in bf16 two for the iterations and two products.
+
+        Args:
+            elements: of the tensor; not used for Muon.
         """
+        if self.optimizer == "muon":
+            return max(16 * a * b + 4 * min(a, b) ** 2 for a, b in self._trained_matrices)
         if self.optimizer == "adafactor":
-            return 8
-        return 20 if self.optimizer == "adamw_8bit" and self.device.type == "cpu" else 0
+            return 8 * elements
+        return 20 * elements if self.optimizer == "adamw_8bit" and self.device.type == "cpu" else 0
 
     def saves(self, layer: str) -> bool:
         """Return whether autograd saves a linear layer's input, for its weights' gradient.

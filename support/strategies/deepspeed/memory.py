@@ -47,7 +47,7 @@ def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[T
             Term("optimizer states", 4 * share + work.optimizer_states(shares), STEP),
             Term("gradients", gradients, STEP if accumulates else (UPDATE,)),
             Term(name, max(norm, copies), (UPDATE,)),
-            Term("optimizer's temporaries", work.optimizer_temporaries * share, (UPDATE,)),
+            Term("optimizer's temporaries", work.update_temporaries(share), (UPDATE,)),
         ]
     reductions = 1 if stage == 1 else work.accumulation
     return terms, (2 * reductions * r + c) * trained
@@ -114,7 +114,7 @@ def terms_of_stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
             Term("optimizer states", masters_and_states, STEP),
             Term("gradients", c * trained, STEP),
             Term("fp32 copies of a sub-group", copies, (UPDATE,)),
-            Term("optimizer's temporaries", work.optimizer_temporaries * sub_group, (UPDATE,)),
+            Term("optimizer's temporaries", work.update_temporaries(sub_group), (UPDATE,)),
         ]
     sent = 2 * c * total + work.reduced_item(c) * sum(work.trained)
     return terms, sent * work.accumulation

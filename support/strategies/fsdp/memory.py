@@ -26,6 +26,7 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
         Term("parameters", 4 * trained + work.item * shard_elements(work.frozen, n), STEP),
         Term("optimizer states", work.optimizer_states([trained]), STEP),
         Term("gradients", 4 * trained, (UPDATE,)),
+        Term("optimizer's temporaries", work.update_temporaries(0), (UPDATE,)),
         Term("gathered outside of blocks", gathered, (LOSS, BACKWARD, END)),
         # DoRA's temporaries are in a forward pass at their peak, with a gathered block.
         Term("a gathered block", of_block, (LOSS, BACKWARD, END) if dora else (BACKWARD, END)),
@@ -33,4 +34,4 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
         Term("gradients outside of blocks", whole, (END,)),
         Term("gradients of a block", 0 if lora else of_block, (BACKWARD, END)),
         Term("accumulated gradients", accumulated, STEP),
-    ], 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained)
+    ], 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained) + 4 * work.in_muon
