@@ -545,7 +545,7 @@ def build_ddp(
         if hook := strategy.communication_hook(ctx.simulated):  # all-reduces in --reduce_dtype
             model.register_comm_hook(None, hook)
     training = settings.training
-    optimizer = create_optimizer(parameter_groups(model, training.weight_decay), training)
+    optimizer = create_optimizer(parameter_groups(model, training), training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
@@ -586,7 +586,7 @@ def build_fsdp(
     log.model_loaded(spec)
     # The optimizer states are sharded because the parameters are.
     training = settings.training
-    optimizer = create_optimizer(parameter_groups(model, training.weight_decay), training)
+    optimizer = create_optimizer(parameter_groups(model, training), training)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
@@ -633,7 +633,7 @@ def build_deepspeed(
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
-            model_parameters=parameter_groups(model, training.weight_decay),
+            model_parameters=parameter_groups(model, training),
             optimizer=partial(create_optimizer, training=training) if own_optimizer else None,
         )
     return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
@@ -660,16 +660,18 @@ def partition_with_zero3(
 
 
 # -------------------------------------------------------------------- the same for all strategies
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(model: nn.Module, training: TrainingSettings) -> list[dict]:
     """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # A parameter that ZeRO-3 has partitioned has the shape [0]; its full shape is in ds_shape.
     is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in trained}
     groups = [
-        {"params": [p for p in trained if is_matrix[p]], "weight_decay": weight_decay},
+        {"params": [p for p in trained if is_matrix[p]], "weight_decay": training.weight_decay},
         {"params": [p for p in trained if not is_matrix[p]], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]  # LoRA adapters are all matrices
+    if training.optim == "muon":  # the matrices of the blocks are a third group
+        groups = other_optimizers.separate_matrices(groups, prepare.transformer_blocks(model))
+    return [group for group in groups if group["params"]]  # plain LoRA has no vectors
 
 
 def create_optimizer(groups: list[dict], training: TrainingSettings) -> torch.optim.Optimizer:

@@ -1,8 +1,10 @@
-"""The optimizers other than AdamW: SGD, Adafactor, AdamW with 8-bit states."""
+"""The optimizers other than AdamW: SGD, Adafactor, Muon, AdamW with 8-bit states."""
 
 import torch
+from torch import nn
 
 from support.settings.training import TrainingSettings
+from support.strategies.muon import DECAY, MuonAndAdamW
 
 
 def create(groups: list[dict], training: TrainingSettings) -> torch.optim.Optimizer:
@@ -20,7 +22,23 @@ def create(groups: list[dict], training: TrainingSettings) -> torch.optim.Optimi
 
         # As Trainer configures it: --lr is the step size, as with the other optimizers.
         return Adafactor(groups, lr=training.lr, scale_parameter=False, relative_step=False)
+    betas = (training.adam_beta1, training.adam_beta2)
+    if training.optim == "muon":
+        return MuonAndAdamW(groups, training.lr, betas, training.adam_epsilon)
     from bitsandbytes.optim import AdamW8bit
 
-    betas = (training.adam_beta1, training.adam_beta2)
     return AdamW8bit(groups, lr=training.lr, betas=betas, eps=training.adam_epsilon)
+
+
+def separate_matrices(groups: list[dict], blocks: list[nn.Module]) -> list[dict]:
+    """Return parameter groups for Muon, the first of which has the matrices that it updates.
+
+    Args:
+        groups: a group of matrices and embeddings, and others.
+        blocks: the transformer blocks. Embeddings and the output layer are outside of them.
+    """
+    in_blocks = {id(p) for block in blocks for p in block.parameters() if p.dim() == 2}
+    first, *others = groups
+    matrices = [p for p in first["params"] if id(p) in in_blocks]
+    rest = [p for p in first["params"] if id(p) not in in_blocks]
+    return [{**first, "params": matrices, "momentum": DECAY}, {**first, "params": rest}, *others]

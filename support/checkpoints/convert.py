@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from support.checkpoints.format import BUFFERS, write_manifest
+from support.checkpoints.format import BUFFERS, kinds_of, write_manifest
 from support.checkpoints.loading import PieceReader
 from support.checkpoints.saving import PieceWriter
 from support.checkpoints.verify import open_checkpoint
@@ -33,25 +33,30 @@ class OwnCheckpoint:
     """A checkpoint of this project whose tensors are read whole, after a check of all files.
 
     Attributes:
-        kinds: "weight", and after the first update of Adam also the moments.
+        kinds: "weight", and after the first update of Adam or Muon also the moments.
         adam_step: number of updates that Adam has made; 0 without moments.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = open_checkpoint(folder)
         self.shapes = {name: tuple(shape) for name, shape in self.manifest["shapes"].items()}
-        moments = MOMENTS if any(piece["moments"] for piece in self.manifest["pieces"]) else ()
+        kinds = {kind: None for piece in self.manifest["pieces"] for kind in kinds_of(piece)}
         # Adafactor counts its updates as well, but has no moments that another program could use.
-        self.adam_step = self.manifest["adam_step"] if moments else 0
-        self.kinds = ("weight", *moments)
+        self.adam_step = self.manifest["adam_step"] if {*MOMENTS} <= kinds.keys() else 0
+        self.kinds = ("weight", *(kind for kind in kinds if kind != "weight"))
         self._reader = PieceReader(self.folder, self.manifest)
 
     def read(self, name: str, kind: str) -> torch.Tensor:
-        """Read the whole "weight", "exp_avg" or "exp_avg_sq" of a parameter, in fp32."""
+        """Read one of `kinds` of a whole parameter, in fp32; see `has`."""
         flat = torch.empty(math.prod(self.shapes[name]))
         self._reader.read_into(flat, name, kind, 0)
         self._reader.close()
         return flat.view(self.shapes[name])
+
+    def has(self, name: str, kind: str) -> bool:
+        """Return whether a parameter has tensors of a kind: under Muon some have other moments."""
+        pieces = (piece for piece in self.manifest["pieces"] if piece["name"] == name)
+        return all(kind in kinds_of(piece) for piece in pieces)
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
@@ -117,10 +122,14 @@ def write_torch(source: OwnCheckpoint, folder: Path) -> None:
     """Write the weights to model.pt and, after the first update, Adam's states to optimizer.pt.
 
     model.pt contains {name: weight}. optimizer.pt contains {"step": number of updates, "exp_avg":
-    {name: tensor}, "exp_avg_sq": {name: tensor}}. All tensors are in fp32.
+    {name: tensor}, "exp_avg_sq": {name: tensor}}; after a run with Muon its matrices are in
+    "momentum_buffer". All tensors are in fp32.
     """
     torch.save({n: source.read(n, "weight") for n in source.shapes}, folder / "model.pt")
-    moments = {kind: {n: source.read(n, kind) for n in source.shapes} for kind in source.kinds[1:]}
+    moments = {
+        kind: {n: source.read(n, kind) for n in source.shapes if source.has(n, kind)}
+        for kind in source.kinds[1:]
+    }
     if moments:
         torch.save({"step": source.adam_step, **moments}, folder / "optimizer.pt")
 

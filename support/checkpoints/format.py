@@ -13,6 +13,7 @@ from support.files.json_types import JsonObject
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"  # the kind that a matrix of Muon has instead of the last two
 BUFFERS = "model/buffers.safetensors"
 ADAFACTOR_STATES = "optimizer.safetensors"  # they have no element for each weight
 
@@ -49,6 +50,13 @@ def candidates_in(path: Path) -> list[Path]:
     if STEP_NAME.fullmatch(path.name) or (path / "manifest.json").exists():
         return [path]
     return list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+
+
+def kinds_of(piece: JsonObject) -> tuple[str, ...]:
+    """Return the kinds of tensors that a piece of the manifest has."""
+    if piece["moments"]:
+        return KINDS
+    return (KINDS[0], MOMENTUM) if piece.get("momentum") else KINDS[:1]
 
 
 def write_manifest(folder: Path, manifest: JsonObject) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from support.checkpoints.format import kinds_of
 from support.errors import TrainingError, UserError
 from support.files.json_types import JsonObject
 from support.strategies.optimizer_shards import ShardedState
@@ -41,7 +42,7 @@ class PieceReader:
                 continue
             filled += end - begin
             part = flat[begin - start : end - start]
-            if kind != "weight" and not piece["moments"]:
+            if kind not in kinds_of(piece):
                 part.zero_()
             else:
                 saved = self._open(piece["file"], 4 * part.numel())

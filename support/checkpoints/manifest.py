@@ -6,7 +6,7 @@ program can compute the digest.
 
 import math
 
-from support.checkpoints.format import KINDS
+from support.checkpoints.format import kinds_of
 from support.files.json_types import (
     Check,
     JsonObject,
@@ -51,7 +51,7 @@ REQUIRED: dict[str, Check] = {
     "identity": IDENTITY,
     "adam_step": is_count,
     "shapes": dict_of(list_of(is_count)),
-    "pieces": list_of(record({**PIECE, "file": is_text})),
+    "pieces": list_of(record({**PIECE, "file": is_text}, momentum=is_switch)),
     "files": dict_of(record({"bytes": is_count, "sha256": is_text})),
 }
 # Older versions did not write these keys.
@@ -96,7 +96,7 @@ def tensors_of(manifest: JsonObject) -> dict[str, dict[str, int]]:
     """Return the tensors that each file of pieces must have: {file: {name: elements}}."""
     found: dict[str, dict[str, int]] = {}
     for piece in manifest["pieces"]:
-        for kind in KINDS if piece["moments"] else KINDS[:1]:
+        for kind in kinds_of(piece):
             name = f"{piece['name']}@{piece['start']}/{kind}"
             found.setdefault(piece["file"], {})[name] = piece["numel"]
     return found

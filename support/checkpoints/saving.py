@@ -1,14 +1,14 @@
 """Save the tensors of a checkpoint: for each piece of a parameter its weight and moments.
 
 A piece is a range of consecutive elements of a flattened parameter. A file contains its tensors in
-fp32 as `<parameter>@<index of the first element>/<kind>`; the kinds are format.KINDS.
+fp32 as `<parameter>@<index of the first element>/<kind>`; the kinds are those of format.kinds_of.
 """
 
 from pathlib import Path
 
 import torch
 
-from support.checkpoints.format import KINDS, file_entry
+from support.checkpoints.format import KINDS, MOMENTUM, file_entry
 from support.files.safetensors_writer import save_file
 from support.strategies.optimizer_shards import ShardedState
 
@@ -35,13 +35,15 @@ class PieceWriter:
 
         Args:
             start: index of the first element in the flattened parameter.
-            tensors: {"weight"} or all of KINDS, of shape [number of elements].
+            tensors: by kind (see format.kinds_of), of shape [number of elements].
         """
         numel, begin = tensors["weight"].numel(), 0
         while begin < numel:
             end = min(numel, begin + self._room)
             piece = {"name": name, "start": start + begin, "numel": end - begin}
-            self.pieces.append({**piece, "moments": len(tensors) > 1, "file": self._file})
+            moments = {"moments": KINDS[1] in tensors}
+            moments |= {"momentum": True} if MOMENTUM in tensors else {}
+            self.pieces.append({**piece, **moments, "file": self._file})
             for kind, flat in tensors.items():
                 part = flat[begin:end].detach().to("cpu", torch.float32, copy=True)
                 self._tensors[f"{name}@{start + begin}/{kind}"] = part

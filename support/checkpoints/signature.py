@@ -33,9 +33,11 @@ INFORMATIONAL_FLAGS = """
     """.split()
 NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
 # Entries that earlier versions did not write, and their value in the runs of those versions.
-VALUES_BEFORE: JsonObject = {"isolate_documents": False, "packing": False}
-VALUES_BEFORE |= {"document_start": None}
-VALUES_BEFORE |= {"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0}
+VALUES_BEFORE: JsonObject = {
+    **{"isolate_documents": False, "packing": False, "document_start": None},
+    **{"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0},
+    **{"lora_rslora": False, "lora_dora": False},
+}
 
 
 def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
@@ -70,7 +72,7 @@ def run_signature(
         "tokenizer": tokenizer_fingerprint(spec.tokenizer),
     }
     if spec.lora:
-        must_match |= {"lora_r": spec.lora.r, "lora_alpha": spec.lora.alpha}
+        must_match |= spec.lora.identity
         # The frozen weights are not part of a checkpoint.
         frozen = f"random, from seed {training.seed}" if spec.weights.random else "as they came"
         must_match["frozen weights"] = frozen + (", in 4 bits" if spec.weights.in_4bit else "")

@@ -49,8 +49,8 @@ EXCLUDED = {
 }
 # A flag, and the one that it needs.
 NEEDED = {
-    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets", "merge_lora"), "lora_r"),
-    **dict.fromkeys(("use_peft", "load_in_4bit"), "lora_r"),
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"), "lora_r"),
+    **dict.fromkeys(("lora_dora", "merge_lora", "use_peft", "load_in_4bit"), "lora_r"),
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub"),
     **{"resume_force": "resume", "streaming": "max_steps"},
 }
@@ -119,11 +119,17 @@ def _problems_of_auto_shares(flags: Options) -> dict[str, bool]:
 
 
 def check_strategy_supports(flags: Options, strategy: Strategy) -> None:
-    """Check that the strategy supports --optim, --load_in_4bit and --rank_shares auto."""
+    """Check that the strategy supports --optim, --rank_shares auto and the kind of adapters."""
     if flags.load_in_4bit and not strategy.whole_parameters:
         raise UserError(
             f"--load_in_4bit does not work under {flags.strategy}, which would have to shard "
             "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
+        )
+    if flags.lora_dora and strategy.gathers_single_layers:
+        raise UserError(
+            f"--lora_dora does not work under {flags.strategy}, where a weight is whole only while "
+            "its own layer computes, and DoRA computes norms of it: use dp, zero1, zero2, offload "
+            "or fsdp."
         )
     if flags.rank_shares == AUTO and flags.compile and not strategy.whole_parameters:
         raise UserError(

@@ -22,7 +22,8 @@ _NAMES = """
     eval_samples=max_eval_samples batch_size=per_device_train_batch_size,micro_batch_size
     eval_batch_size=per_device_eval_batch_size epochs=num_train_epochs,num_epochs
     lr=learning_rate lr_scheduler=lr_scheduler_type warmup_steps=num_warmup_steps
-    precision=mixed_precision lora_targets=lora_target_modules compile=torch_compile
+    precision=mixed_precision lora_targets=lora_target_modules lora_rslora=use_rslora
+    lora_dora=use_dora compile=torch_compile
     deterministic=full_determinism eval_first=eval_on_start eval_every=eval_steps
     eval_strategy=evaluation_strategy load_best_at_end=load_best_model_at_end
     ds_config=deepspeed_config overwrite=overwrite_output_dir save_every=save_steps

@@ -83,7 +83,8 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     saved = activations.activation_terms(work)
     libraries = Term("cuBLAS workspaces", _cublas(work), STEP)
     dequantized = Term("weight converted from 4 bits", work.dequantized, (BACKWARD,))
-    terms = [*states, *saved, *activations.loss_terms(work), dequantized, libraries]
+    temporary = [*activations.loss_terms(work), *activations.dora_terms(work), dequantized]
+    terms = [*states, *saved, *temporary, libraries]
     on_device = {term.name: term.size for term in states if set(term.phases) & set(STEP)}
     return MemoryEstimate(
         strategy=strategy,
@@ -116,6 +117,7 @@ def supporting(work: Workload) -> list[str]:
         if not strategy.why_not(optimizer)
         # bitsandbytes' packed weights cannot be sharded.
         and (strategy.whole_parameters or not work.in_4bit)
+        and not (strategy.gathers_single_layers and work.lora and work.lora.magnitudes)
     ]
 
 

@@ -13,6 +13,7 @@ RESULTS = """
     train_loss_first train_loss_last eval_loss perplexity bits_per_byte tokens steps
     tokens_per_second
 """.split()
+OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_rslora", "lora_dora")  # entries of the run signature
 TEMPLATE = """---
 {{ card_data }}
 ---
@@ -49,7 +50,7 @@ def model_card(facts: dict, identity: dict) -> str:
     scratch = bool(identity["told"].get("from_scratch") or base == EMBEDDED_MODEL)
     adapters = "lora_r" in identity["hard"] and not facts.get("merged")
     settings = {**identity["soft"], **identity["told"], "from_scratch": scratch}
-    settings |= {key: identity["hard"][key] for key in ("lora_r", "lora_alpha") if adapters}
+    settings |= {key: identity["hard"].get(key) or None for key in OF_ADAPTERS if adapters}
     settings |= {"sha256 of the data": dataset.get("sha256"), **(facts.get("versions") or {})}
     title = f"{Path(base).name}, {'trained' if scratch else 'fine-tuned'}"
     card = ModelCard.from_template(

@@ -1,7 +1,12 @@
 """LoRA adapters (Hu et al., arXiv 2106.09685) for frozen weights, attached to the model by peft.
 
-A linear layer with the weight W computes x W + (alpha / r) · (x A) B. A has r columns and B has r
-rows; only A and B are trained. B is initialized to 0.
+A linear layer with the weight W computes x W + s · (x A) B. A has r columns and B has r rows; only
+A and B are trained. B is initialized to 0. The scale s is alpha / r, or alpha / √r under rsLoRA
+(Kalajdzievski, arXiv 2312.03732), whose gradients do not shrink as r grows.
+
+DoRA (Liu et al., arXiv 2402.09353) computes m · (x V) / |V| for V = W + s · A B, where |V| has the
+norm of each column of V, which is a constant for backward. The magnitudes m, one for each output,
+are trained as well; they are initialized to |W|.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import torch
 from torch import nn
 
 from support.errors import UserError, redact
+from support.files.json_types import JsonObject
 from support.settings.model import ModelSettings
 from support.workload.workload import ALL_LINEAR, is_target, target_names
 
@@ -32,7 +38,7 @@ ADAPTER = "default"  # peft's name for a model's only adapter
 class Lora:
     """Configuration of the adapters that a model gets."""
 
-    # Rank, scale (alpha / r), and dropout probability of the input of A.
+    # Rank, numerator of the scale, and dropout probability of the input of A.
     r: int
     alpha: float
     dropout: float
@@ -41,6 +47,8 @@ class Lora:
     targets: list[str] | str | None
     base: str  # the model's name, for adapter_config.json
     seed: int  # for the initialization of A
+    rslora: bool = False  # the scale is alpha / √r
+    dora: bool = False  # the magnitudes are trained too
     settled: LoraConfig | None = (
         None  # peft's configuration, written to adapter_config.json; set by `attach`
     )
@@ -48,14 +56,27 @@ class Lora:
     @classmethod
     def of(cls, model_settings: ModelSettings, seed: int) -> Lora | None:
         """Return the configuration that the flags request; None without --lora_r."""
-        r, names, base = model_settings.lora_r, model_settings.lora_targets, model_settings.model
-        alpha = model_settings.lora_alpha
-        if r is None or alpha is None:
+        chosen, names, base = model_settings, model_settings.lora_targets, model_settings.model
+        if chosen.lora_r is None or chosen.lora_alpha is None:
             return None
         targets = names if names in (None, ALL_LINEAR) else target_names(names)
         if Path(base).is_dir():
             base = str(Path(base).resolve())
-        return cls(r, alpha, model_settings.lora_dropout, targets, base, seed)
+        return cls(
+            chosen.lora_r,
+            chosen.lora_alpha,
+            chosen.lora_dropout,
+            targets,
+            base,
+            seed,
+            chosen.lora_rslora,
+            chosen.lora_dora,
+        )
+
+    @property
+    def identity(self) -> JsonObject:
+        """What must match to resume a checkpoint, by the names of the flags."""
+        return {f"lora_{name}": getattr(self, name) for name in ("r", "alpha", "rslora", "dora")}
 
     def attach(self, model: nn.Module) -> None:
         """Attach the adapters to a model and freeze all other parameters.
@@ -74,6 +95,8 @@ class Lora:
             r=self.r,
             lora_alpha=int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
             lora_dropout=self.dropout,
+            use_rslora=self.rslora,
+            use_dora=self.dora,
             target_modules=self.targets or usual.get(model.config.model_type, ALL_LINEAR),
             bias="none",
             task_type="CAUSAL_LM",
@@ -153,13 +176,29 @@ def merged(
         if name not in adapters:
             weight = parameter.data.float()
             if name in layers:
-                weight = weight + layers[name].get_delta_weight(ADAPTER)
+                weight = _adapted_weight(layers[name], weight)
             yield base_name(name), weight
+
+
+def _adapted_weight(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
+    """Return the weight that computes the same as a layer with its adapters.
+
+    Args:
+        weight: of the layer without them, in fp32: [outputs, inputs], or transposed in GPT-2.
+    """
+    weight = weight + layer.get_delta_weight(ADAPTER)
+    if ADAPTER not in layer.lora_magnitude_vector:
+        return weight
+    inputs = 0 if layer.fan_in_fan_out else 1
+    norms = torch.linalg.vector_norm(weight, dim=inputs, keepdim=True)
+    return layer.lora_magnitude_vector[ADAPTER].weight.view_as(norms) / norms * weight
 
 
 def peft_name(name: str) -> str:
     """Return a parameter's name in adapter_model.safetensors."""
-    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+    name = f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+    # Magnitudes have the name that they had before peft made them the weight of a layer.
+    return name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def base_name(name: str) -> str:

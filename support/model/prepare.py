@@ -12,7 +12,7 @@ from support.gpu_generations import shares_keys
 from support.model.loss import computes_loss
 from support.model.spec import ModelSpec
 from support.settings.model import ModelSettings
-from support.strategies.wrapped import full_shape
+from support.strategies.wrapped import full_shape, unwrapped
 
 
 def configure_transformers(isolates_documents: bool, ctx: DistContext) -> None:
@@ -26,9 +26,10 @@ def configure_transformers(isolates_documents: bool, ctx: DistContext) -> None:
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers of `_no_split_modules`, or else those of the largest ModuleList.
 
-    The model may be sharded: FSDP2 replaces a module's class by a subclass with another name, and
-    ZeRO-3 empties parameters.
+    The model may be wrapped or sharded: FSDP2 replaces a module's class by a subclass with another
+    name, and ZeRO-3 empties parameters.
     """
+    model = unwrapped(model)
     names = set(getattr(model, "_no_split_modules", None) or ())
 
     def is_block(module: nn.Module) -> bool:

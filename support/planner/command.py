@@ -10,7 +10,8 @@ from support.strategies.strategy import FlagValues
 from support.workload.architectures import name_on_hub
 from support.workload.workload import Workload
 
-SAME_SWITCHES = ("no_fused_gelu", "isolate_documents", "load_in_4bit", "compile")  # as a run's
+# Named as in a run.
+SAME_SWITCHES = ("no_fused_gelu", "isolate_documents", "lora_dora", "load_in_4bit", "compile")
 RUN_DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw"}  # a run has them without flags
 
 

@@ -38,6 +38,7 @@ PLANNER_FLAGS = (
 )
 SWITCHES = {
     "--no_fused_gelu": "compute GPT-2's activation as transformers does",
+    "--lora_dora": "also train magnitudes; needs --lora_r",
     "--load_in_4bit": "frozen weights in 4 bits; needs --lora_r",
     "--compile": "compile blocks and loss: all logits are computed at once, on a GPU up to 2^31",
     "--gradient_checkpointing": "recompute activations in backward",
@@ -68,7 +69,7 @@ COST_FLAGS = (
 # Flags of a run that a run file sets here, too; --no_fused_gelu and others have another name there.
 SAME_FLAGS = """
     model batch_size seq_length gradient_accumulation_steps gradient_checkpointing lora_r
-    lora_targets load_in_4bit compile optim reduce_dtype strategy
+    lora_targets lora_dora load_in_4bit compile optim reduce_dtype strategy
     """.split()
 
 

@@ -47,7 +47,8 @@ def title(args: Options, work: Workload, devices: Devices) -> str:
     options = f" × {work.accumulation} micro-batches" if work.accumulation > 1 else ""
     options += ", gradient checkpointing" if work.gradient_checkpointing else ""
     if work.lora:
-        options += f", LoRA of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
+        kind = "DoRA" if work.lora.magnitudes else "LoRA"
+        options += f", {kind} of rank {work.lora.r} ({sum(work.trained):,} parameters trained)"
     sizes = args.gpu_memory or [round((devices.gpu or 0) / GB, 1)]
     memory = ", ".join(f"{size:g}" for size in sizes)
     if args.gpu_speeds:

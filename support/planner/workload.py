@@ -22,7 +22,7 @@ def read_workload(args: Options) -> tuple[Options, Workload, Devices]:
         UserError: flags do not fit together, or the model cannot be planned.
     """
     gpus, per_node = number_of_gpus(args)
-    for flag in ("lora_targets", "load_in_4bit"):
+    for flag in ("lora_targets", "lora_dora", "load_in_4bit"):
         if getattr(args, flag) and not args.lora_r:
             raise UserError(f"--{flag} needs --lora_r.")
     if args.solve == "gpus" and not args.gpu_memory:
@@ -41,7 +41,7 @@ def read_workload(args: Options) -> tuple[Options, Workload, Devices]:
         args.gradient_accumulation_steps,
         # Newer GPUs than those of this capability usually use bf16.
         device=Device("cuda", TURING if args.precision == "fp16" else HOPPER),
-        lora=adapters(model, args.lora_r, args.lora_targets, args.load_in_4bit),
+        lora=adapters(model, args.lora_r, args.lora_targets, args.load_in_4bit, args.lora_dora),
         kernels=Kernels(not args.no_fused_gelu, args.isolate_documents, args.compile),
         optimizer=args.optim,
         reduce_dtype=args.reduce_dtype,

@@ -21,8 +21,8 @@ RATE, ROUNDING, EVALUATIONS = "the learning rate", "rounding", "evaluations"
 # What a difference can change, and the facts that change it: flags, entries of the run signature,
 # and keys of results.json. Of several causes the first in this table are named first.
 EFFECTS = {
-    "the model": """parameters, shapes, lora_r, lora_alpha, lora_targets, load_in_4bit, model,
-        model_revision, from_scratch, frozen weights""",
+    "the model": """parameters, shapes, lora_r, lora_alpha, lora_targets, lora_rslora,
+        lora_dora, load_in_4bit, model, model_revision, from_scratch, frozen weights""",
     "the tokens": """tokenizer, template, chat_template, data digest, token digest,
         rendered template, tokens that begin a document""",
     "the order of the data": """seed, sequences, num_samples, validation_split,

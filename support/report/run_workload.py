@@ -31,7 +31,9 @@ def workload_of_run(
             number=0 if ctx.simulated else None,
             share=initial_counts(training, ctx)[ctx.rank] / training.batch_size,
         ),
-        lora=adapters(model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit),
+        lora=adapters(
+            model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit, chosen.lora_dora
+        ),
         kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
         optimizer=training.optim,
         reduce_dtype=settings.parallelism.configured.reduce_dtype,

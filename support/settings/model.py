@@ -50,6 +50,10 @@ class ModelSettings:
         None, flag_types.positive_float, "scale adapters by A / R (default: 2 R)", metavar="A"
     )
     lora_dropout: float = flag(0.0, flag_types.probability, "dropout before the adapters")
+    lora_rslora: bool = switch(False, "scale adapters by A / √R instead of A / R (rsLoRA)")
+    lora_dora: bool = switch(
+        False, "also train the magnitude of each output of the adapted layers (DoRA)"
+    )
     lora_targets: str | None = flag(
         None,
         flag_types.label,

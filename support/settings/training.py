@@ -74,7 +74,7 @@ class TrainingSettings:
     optim: str = flag(
         "adamw",
         flag_types.choice,
-        "adamw, adamw_8bit (bitsandbytes), adafactor, sgd, or Trainer's name of one of them",
+        "adamw, adamw_8bit (bitsandbytes), adafactor, muon, sgd, or Trainer's name of one of them",
         metavar="NAME",
         choices=tuple(OPTIMIZERS),
     )

@@ -30,5 +30,6 @@ script builds the model: build_ddp, build_fsdp, build_deepspeed. For all engines
     optimizer_shards  the base class of states.py: masters, and their pieces of parameters
     adafactor_states  Adafactor's states
     moments_8bit      Adam's moments in the 8 bits of bitsandbytes
+    muon              --optim muon: Muon for the matrices of the blocks, AdamW for the rest
     wrapped           what is inside the wrappers of the libraries
 """

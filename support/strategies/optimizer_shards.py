@@ -9,8 +9,9 @@ parameter to its offset in a master. Each engine has a class for each layout of 
                          Zero3State   stage 3: a partition per sub-group, maybe on NVMe
 
 AdamW's moments have an element for each of the master's; 8-bit moments are converted to fp32 and
-back (moments_8bit). Adafactor's states are rows and columns of whole parameters; only dp has them,
-on every rank (adafactor_states). SGD without momentum has no states.
+back (moments_8bit). Muon's average of the gradients has an element for each of the master's, too.
+Adafactor's states are rows and columns of whole parameters; only dp has them, on every rank
+(adafactor_states). SGD without momentum has no states.
 """
 
 import math
@@ -24,7 +25,8 @@ from torch import nn
 
 from support.strategies.wrapped import base_optimizer, full_shape, local_part
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
+MOMENTUM = "momentum_buffer"  # of Muon
 
 
 class Piece(NamedTuple):
@@ -53,7 +55,8 @@ def optimizer_family(optimizer) -> str | None:
         return "adamw"
     if isinstance(base, torch.optim.SGD):
         return None if any(group["momentum"] for group in base.param_groups) else "sgd"
-    return {"AdamW8bit": "adamw", "Adafactor": "adafactor"}.get(type(base).__name__)
+    names = {"AdamW8bit": "adamw", "Adafactor": "adafactor", "MuonAndAdamW": "muon"}
+    return names.get(type(base).__name__)
 
 
 class ShardedState:
@@ -86,7 +89,7 @@ class ShardedState:
     def open(
         self, shard: Shard, write: bool = False, moments: bool = True
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the flat tensors of one shard: {"weight", "exp_avg", "exp_avg_sq"}.
+        """Yield the flat tensors of one shard: {"weight", *names of moments}.
 
         The moments are missing before the first update. A shard on NVMe is in memory only inside.
 
@@ -96,7 +99,7 @@ class ShardedState:
             moments: False yields only the weight, which every optimizer has.
         """
         tensors = {"weight": shard.key.data}
-        if not moments or self.family != "adamw":
+        if not moments or self.family not in ("adamw", "muon"):
             pass
         elif self.is_8bit:
             from support.strategies import moments_8bit
@@ -109,15 +112,19 @@ class ShardedState:
             moments_8bit.store(tensors, self.base.state[shard.key])
 
     def _moments(self, key: torch.Tensor, create: bool) -> dict[str, torch.Tensor]:
-        """Return Adam's moments of a master."""
+        """Return the moments of a master: Adam's, or for a matrix of Muon its average."""
+        names = self._moments_of(key)
         if create:
             state = self.base.state[key]
-            for moment in MOMENTS:
+            for moment in names:
                 if moment not in state or state[moment].numel() != key.numel():
                     state[moment] = torch.zeros_like(key.data)
         # A plain get: `state` is a defaultdict, and an empty entry would look like a state.
         state = self.base.state.get(key, {})
-        return {moment: state[moment] for moment in MOMENTS if moment in state}
+        return {moment: state[moment] for moment in names if moment in state}
+
+    def _moments_of(self, key: torch.Tensor) -> tuple[str, ...]:
+        return self.base.moments_of(key) if self.family == "muon" else MOMENTS
 
     def finish_writing(self) -> None:
         """Update the working copies of the parameters from the masters; all ranks call it."""
@@ -152,12 +159,16 @@ class ShardedState:
         """Set the number of updates for every master whose optimizer counts them."""
         if self.family == "sgd":
             return
-        on_device = self.base.defaults.get("fused") or self.base.defaults.get("capturable")
+        defaults = self.base.defaults
+        # The AdamW that Muon uses is fused.
+        on_device = defaults.get("fused") or defaults.get("capturable") or self.family == "muon"
         # DeepSpeed's CPU Adam, bitsandbytes and Adafactor store an int.
         as_int = hasattr(self.base, "ds_opt_adam") or self.is_8bit or self.family == "adafactor"
         for shard in self.shards:
             if self.family == "adafactor" and not self.base.state.get(shard.key):
                 continue  # it creates all states together
+            if self.family == "muon" and self._moments_of(shard.key) != MOMENTS:
+                continue  # Muon does not count
             device = local_part(shard.key).device if on_device else "cpu"
             self.base.state[shard.key]["step"] = (
                 step if as_int else torch.tensor(float(step), device=device)

@@ -107,6 +107,11 @@ class Strategy:
         return False
 
     @property
+    def gathers_single_layers(self) -> bool:
+        """Whether a weight is whole only while its own layer computes, and not its whole block."""
+        return False
+
+    @property
     def replaces_linear(self) -> bool:
         """Whether torch.nn.Linear is replaced by a version that always saves its input."""
         return False

@@ -110,6 +110,8 @@ def saved_by_block(work: Workload) -> dict[str, int]:
     per_token = {"norms": norms, "attention": attention, "MLP": _saved_by_mlp(work)}
     if work.lora:  # the output of A, which is the input of B
         per_token["adapters"] = c * work.lora.r * len(work.lora.layers)
+        # DoRA multiplies the outputs of W and of B by the magnitudes, and saves both.
+        per_token["adapters"] += 2 * c * sum(work.lora.vectors(m))
     return {name: work.tokens * size for name, size in per_token.items()}
 
 
@@ -130,6 +132,32 @@ def _saved_by_mlp(work: Workload) -> int:
         in_fp32 = work.dtypes.autocast and work.device.type == "cuda"
         in_activation = 3 * 4 + c if in_fp32 else 3 * c
     return (c + product + in_activation) * m.mlp.intermediate
+
+
+def dora_terms(work: Workload) -> list[Term]:
+    """Return the temporaries of peft's DoRA while a layer computes the norms of its new weight.
+
+    peft multiplies A and B with an identity matrix of inputs × inputs, adds their product to a copy
+    of the weight, and computes the norms of the sum.
+    """
+    if not work.lora or not work.lora.magnitudes:
+        return []
+    c, autocast = work.item, work.dtypes.autocast
+    # A has the dtype of the adapters, of which autocast makes copies.
+    identity = 4 + c if autocast and c < 4 else c
+    # The sum has the dtype of the layer's input: a copy of both, their scaled product and the sum.
+    inputs = c if work.model.family == "llama" else work.layer_norm
+    copies = c + 2 * inputs + (2 * inputs if inputs > c else 0)
+    largest = max(
+        identity * shape.inputs**2 + copies * shape.inputs * shape.outputs
+        for shape in work.lora.shapes(work.model)
+    )
+    of_loss = sum(term.size for term in loss_terms(work) if LOSS in term.phases)
+    again = largest if work.gradient_checkpointing else 0
+    return [  # in the forward pass, before the loss has its own temporaries
+        Term("DoRA: norms of a weight less the loss", max(0, largest - of_loss), (LOSS,)),
+        Term("DoRA: norms of a weight", again, (BACKWARD,)),
+    ]
 
 
 def loss_terms(work: Workload) -> list[Term]:

@@ -7,7 +7,7 @@ from support.errors import UserError
 from support.gpu_generations import HOPPER, shares_keys
 from support.loss_chunks import fits_in_graph
 from support.optimizers import OPTIMIZERS
-from support.workload.architectures import Architecture
+from support.workload.architectures import Architecture, Linear
 
 # Default targets of adapters, as in peft's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
 USUAL_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "llama": "q_proj,v_proj"}
@@ -22,16 +22,33 @@ class Adapters:
     layers: tuple[str, ...]  # the layers, as in Architecture.linear_layers
     # --load_in_4bit: the frozen weights of the blocks' linear layers are in 4 bits (NF4).
     frozen_in_4bit: bool = False
+    magnitudes: bool = False  # --lora_dora
+
+    def shapes(self, model: Architecture) -> list[Linear]:
+        """Return the shapes of the adapted layers of a transformer block."""
+        return [model.linear_layers()[layer] for layer in self.layers]
+
+    def factors(self, model: Architecture) -> list[tuple[int, int]]:
+        """Return rows and columns of A and B of each adapted layer of a transformer block."""
+        of_layers = (((s.inputs, self.r), (self.r, s.outputs)) for s in self.shapes(model))
+        return [factor for a_and_b in of_layers for factor in a_and_b]
+
+    def matrices(self, model: Architecture) -> list[int]:
+        """Return the elements of A and B of each adapted layer of a transformer block."""
+        return [rows * columns for rows, columns in self.factors(model)]
+
+    def vectors(self, model: Architecture) -> list[int]:
+        """Return the elements of DoRA's magnitudes of each adapted layer of a block."""
+        return [shape.outputs for shape in self.shapes(model)] if self.magnitudes else []
 
     def of_block(self, model: Architecture) -> list[int]:
-        """Return the elements of A and B of each adapted layer of a transformer block."""
-        shapes = [model.linear_layers()[layer] for layer in self.layers]
-        return [self.r * width for shape in shapes for width in (shape.inputs, shape.outputs)]
+        """Return the elements of the trained parameters of a transformer block."""
+        return self.matrices(model) + self.vectors(model)
 
     def factored(self, model: Architecture) -> int:
-        """Return the rows and columns of all adapters, as Architecture.factored."""
-        rows_and_columns = 2 * self.r * len(self.layers) + sum(self.of_block(model)) // self.r
-        return model.layers * rows_and_columns
+        """Return the elements of Adafactor's states, as Architecture.factored."""
+        rows_and_columns = sum(map(sum, self.factors(model)))
+        return model.layers * (rows_and_columns + sum(self.vectors(model)))
 
 
 def target_names(targets: str) -> list[str]:
@@ -45,19 +62,24 @@ def is_target(layer: str, name: str) -> bool:
 
 
 def adapters(
-    model: Architecture, r: int | None, targets: str | None, in_4bit: bool = False
+    model: Architecture,
+    r: int | None,
+    targets: str | None,
+    in_4bit: bool = False,
+    dora: bool = False,
 ) -> Adapters | None:
     """Return the adapters that --lora_r and --lora_targets request; None without --lora_r.
 
     Args:
         in_4bit: --load_in_4bit.
+        dora: --lora_dora.
 
     Raises:
         UserError: a target is not one of the linear layers of a transformer block.
     """
     layers = tuple(model.linear_layers())
     if r is None or targets == ALL_LINEAR:
-        return Adapters(r, layers, in_4bit) if r else None
+        return Adapters(r, layers, in_4bit, dora) if r else None
     adapted = set()
     for name in target_names(targets or USUAL_TARGETS[model.family]):
         matches = {layer for layer in layers if is_target(layer, name)}
@@ -67,7 +89,7 @@ def adapters(
                 f"and {ALL_LINEAR}."
             )
         adapted |= matches
-    return Adapters(r, tuple(layer for layer in layers if layer in adapted), in_4bit)
+    return Adapters(r, tuple(layer for layer in layers if layer in adapted), in_4bit, dora)
 
 
 @dataclass(frozen=True)
@@ -162,6 +184,21 @@ class Workload:
         """Bytes of the largest weight that is converted from 4 bits while it is used."""
         return self.item * max(self.model.matrices) if self.in_4bit else 0
 
+    @property
+    def in_muon(self) -> int:
+        """Elements that Muon updates: the matrices of the blocks, or with adapters A and B."""
+        if self.optimizer != "muon":
+            return 0
+        return self.model.layers * sum(rows * columns for rows, columns in self._trained_matrices)
+
+    @property
+    def _trained_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of each trained matrix of a transformer block."""
+        if self.lora:
+            return self.lora.factors(self.model)
+        layers = self.model.linear_layers().values()
+        return [(layer.inputs, layer.outputs) for layer in layers]
+
     def optimizer_states(self, sizes: list[int]) -> int:
         """Return the bytes of the optimizer's states, without the fp32 weights.
 
@@ -172,6 +209,8 @@ class Workload:
             return sum(8 * n if n < 4096 else 2 * n + 2 * 4 * -(-n // 256) for n in sizes)
         if self.optimizer == "adafactor":  # of dp only
             return 4 * (self.lora.factored(self.model) if self.lora else self.model.factored())
+        if self.optimizer == "muon":  # of a shard, the same part is in matrices
+            return 8 * sum(sizes) - 4 * self.in_muon * sum(sizes) // sum(self.trained)
         return int(OPTIMIZERS[self.optimizer].state_bytes) * sum(sizes)
 
     def with_share(self, share: float) -> "Workload":
@@ -238,15 +277,21 @@ class Workload:
         """Bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
         return 4 if self.dtypes.autocast and self.device.type == "cuda" else self.stream
 
-    @property
-    def optimizer_temporaries(self) -> int:
-        """Temporary bytes per element while an optimizer updates a tensor.
+    def update_temporaries(self, elements: int) -> int:
+        """Return the temporary bytes while the optimizer updates its largest tensor.
 
-        Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none.
+        Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none. Muon needs for a
+        matrix of the blocks three in fp32 (its momentum, which FSDP gathers, the update, and an
+        average of one gradient), and in bf16 two for the iterations and two products.
+
+        Args:
+            elements: of the tensor; not used for Muon.
         """
+        if self.optimizer == "muon":
+            return max(16 * a * b + 4 * min(a, b) ** 2 for a, b in self._trained_matrices)
         if self.optimizer == "adafactor":
-            return 8
-        return 20 if self.optimizer == "adamw_8bit" and self.device.type == "cpu" else 0
+            return 8 * elements
+        return 20 * elements if self.optimizer == "adamw_8bit" and self.device.type == "cpu" else 0
 
     def saves(self, layer: str) -> bool:
         """Return whether autograd saves a linear layer's input, for its weights' gradient.

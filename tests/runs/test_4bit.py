@@ -44,6 +44,15 @@ def test_a_checkpoint_goes_on_under_another_strategy(script, work, packed, strat
         assert refused.code == 2 and "4 bits" in refused.error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "zero2"])
+def test_dora_on_4bit_weights(script, work, packed, strategy):
+    args = [*work, "--load_in_4bit", "--precision", "fp32", "--batch_size", "2", "--lora_dora"]
+    run = script(*args, "--strategy", strategy, "--no_export", **TWO)
+    assert_close(run.losses[:1], packed.losses[:1], 1e-5)
+    assert run.losses[-1] < run.losses[0] - 0.1
+
+
 @pytest.mark.parametrize("strategy", ["dp", slow("zero2")])
 def test_prediction_for_4bit(script, work, strategy):
     args = [*work[:2], "--dataset", "pydocs", *WORK, "--lora_r", "8", "--load_in_4bit"]

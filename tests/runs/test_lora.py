@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import assert_close, load_exported, soak
+from conftest import assert_close, load_exported, slow, soak
 
 TWO = {"launcher": "torchrun", "ranks": 2}
 LORA = "--lora_r 4 --lora_alpha 12 --lr 1e-2".split()
@@ -96,6 +96,58 @@ def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, 
     assert refused.code == 2 and "another run" in refused.error
 
 
+def test_rslora_scales_by_the_root_of_the_rank(script, plain, work):
+    """6 / √4 is 12 / 4."""
+    run = script(*work, "--batch_size", "4", "--use_rslora", "--lora_alpha", "6", "--no_eval")
+    assert run.losses == plain.losses
+    config = json.loads((run.folder / "hf" / "adapter_config.json").read_text())
+    assert config["use_rslora"] and not config["use_dora"]
+
+
+@pytest.fixture(scope="module")
+def dora(script, work):
+    return script(*work, "--lora_dora", "--batch_size", "4", "--save_every", "4")
+
+
+def test_dora_loads_into_peft(dora, plain, llama):
+    """The first step has the base model's loss, and the magnitudes are trained."""
+    from peft import get_peft_model_state_dict
+
+    assert_close(dora.losses[:1], plain.losses[:1], 1e-6)
+    assert dora.losses[-1] < dora.losses[0] - 0.1 and dora.losses[-1] != plain.losses[-1]
+    model = with_adapters(llama, dora.folder / "hf")
+    saved = adapters(dora.folder / "hf")
+    assert saved.keys() == get_peft_model_state_dict(model).keys()
+    more = dora.results["trainable_parameters"] - plain.results["trainable_parameters"]
+    assert more == 3 * (64 + 32)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    before = layer.base_layer.weight.norm(dim=1)
+    assert (saved[f"{LAYER}.lora_magnitude_vector"] - before).abs().max() > 1e-3
+    with model.disable_adapter():
+        base = logits(model)
+    assert (logits(model) - base).abs().max() > 0.01
+
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", slow("zero2"), slow("offload"), soak("zero1")])
+def test_dora_goes_on_under_another_strategy(script, dora, work, llama, strategy):
+    """The merged model computes what peft computes with the adapters."""
+    start = ["--resume", dora.folder / "checkpoints" / "step-00000004"]
+    args = [*work, "--lora_dora", "--batch_size", "2", "--strategy", strategy, "--merge_lora"]
+    run = script(*args, *start, **TWO)
+    assert_close(run.losses, dora.losses[4:], 1e-4)
+    expected = logits(with_adapters(llama, dora.folder / "hf"))
+    assert (logits(load_exported(run.folder / "hf")) - expected).abs().max() < 1e-3
+
+
+def test_a_checkpoint_of_lora_is_no_checkpoint_of_dora(script, plain, work):
+    start = ["--resume", plain.folder / "checkpoints" / "step-00000004", "--lora_dora"]
+    refused = script(*work, "--batch_size", "4", *start, ok=False)
+    assert refused.code == 2 and "lora_dora False in the checkpoint" in refused.error
+
+
 def test_frozen_weights_have_the_dtype_of_computations(script, plain, work):
     """Half of fp32's bytes under dp and fsdp; the losses agree within bf16's rounding."""
     args = [*work, "--precision", "bf16", "--no_export"]
@@ -109,7 +161,8 @@ def test_frozen_weights_have_the_dtype_of_computations(script, plain, work):
     assert_close(sharded.losses, whole.losses, 1e-2)
 
 
-def test_gpt2_in_bf16_with_dropout(script, text_file, small_gpt2, tmp_path):
+@pytest.mark.parametrize("kind", [[], slow(["--lora_dora"])])
+def test_gpt2_in_bf16_with_dropout(script, text_file, small_gpt2, tmp_path, kind):
     """Its linear layers store transposed weights, and its output layer is its embedding."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
@@ -118,7 +171,7 @@ def test_gpt2_in_bf16_with_dropout(script, text_file, small_gpt2, tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small_gpt2))
     model.save_pretrained(tmp_path)
     work = f"--model {tmp_path} --dataset {text_file} --seq_length 32 --max_steps 6".split()
-    work += "--no_eval --precision bf16 --lora_dropout 0.1".split()
+    work += ["--no_eval", "--precision", "bf16", "--lora_dropout", "0.1", *kind]
     refused = script(*work, *LORA, "--lora_targets", "c_attn,lm_head", ok=False)
     assert refused.code == 2 and "lm_head" in refused.error
     work += [*LORA, *"--lora_targets c_attn,mlp.c_proj --strategy zero2".split()]

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 from conftest import STRATEGIES, slow, soak
 from memory_checks import WORK, assert_as_predicted, planned, simulate
+from transformers import LlamaConfig
 
 LLAMA = "--model {llama} --dataset pydocs"
 ADAPTERS = "--lora_r 8 --lora_targets q_proj,down_proj"
@@ -25,6 +27,9 @@ COVERING = [
     slow("fsdp", 2, "fp32", "--reduce_dtype fp16 --gradient_accumulation_steps 2"),
     slow("fsdp", 2, "bf16", "--reduce_dtype bf16"),
     slow("dp", 2, "bf16", "--lora_r 8"),
+    slow("dp", 2, "bf16", f"{LLAMA} --lora_r 8 --lora_dora"),
+    slow("zero2", 2, "fp32", "--lora_r 8 --lora_dora --lora_targets all-linear"),
+    slow("fsdp", 2, "bf16", "--lora_r 8 --lora_dora"),
     slow("dp", 2, "fp32", "--compile"),
     slow("zero2", 2, "bf16", "--compile"),
     slow("fsdp", 2, "bf16", "--lora_r 8"),
@@ -53,6 +58,21 @@ def check_prediction(script, strategy, ranks, precision, *args):
     assert run.results["simulated_world_size"] == ranks
     assert_as_predicted(run.results["memory"], run.results["strategy"], run.results["precision"])
     return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy, args", [("dp", ["--gradient_checkpointing"]), ("fsdp", [])])
+def test_prediction_of_the_norms_of_dora(script, tiny_tokenizer, tmp_path, strategy, args):
+    """Of a layer with 2,048 inputs, which are the largest tensors of the step."""
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 2}
+    LlamaConfig(**sizes, vocab_size=300, num_attention_heads=4).save_pretrained(tmp_path)
+    shutil.copytree(tiny_tokenizer, tmp_path, dirs_exist_ok=True)
+    dora = "--lora_r 8 --lora_dora --lora_targets all-linear".split()
+    model = ["--model", tmp_path, "--from_scratch", "--dataset", "pydocs"]
+    run = check_prediction(script, strategy, 2, "bf16", *model, *dora, *args)
+    [step] = run.results["memory"]["step_bytes_by_rank"]
+    identity = (4 if strategy == "dp" else 2) * 2048**2
+    assert max(phase["peak"] for phase in step.values()) - step["update"]["peak"] > identity
 
 
 @pytest.mark.slow

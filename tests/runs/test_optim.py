@@ -67,8 +67,70 @@ def test_adamw_continues_with_8bit_moments(script, half_way, bitsandbytes):
     assert_close(run.losses, whole.losses[4:], 2e-3)
 
 
+@pytest.fixture(scope="module")
+def muon(script, small_gpt2, text_file):
+    """8 steps of a small GPT-2 under dp in one process, with a checkpoint at step 4."""
+    args = ["--model", small_gpt2, "--from_scratch", "--dataset", text_file, "--seq_length", "32"]
+    args += "--max_steps 8 --no_eval --no_export --precision fp32 --optim muon --lr 2e-3 --dropout 0".split()
+    return script(*args, "--batch_size", "6", "--save_every", "4"), args
+
+
+RANKS = [("fsdp", 3), slow("fsdp", 2), slow("dp", 2), slow("dp", 3), slow("fsdp", 1)]
+
+
+@pytest.mark.parametrize("strategy, ranks", RANKS)
+def test_muon_makes_the_same_updates_from_shards(script, muon, strategy, ranks):
+    """On three ranks a matrix of 64 rows has shards of 22, 22 and 20 rows."""
+    whole, args = muon
+    assert whole.losses[-1] < whole.losses[0] - 0.2
+    args = [*args, "--strategy", strategy, "--batch_size", 6 // ranks]
+    run = script(*args, launcher="torchrun", ranks=ranks)
+    assert_close(run.losses, whole.losses, 1e-5)
+
+
+def test_muon_resumes_exactly(script, muon):
+    whole, args = muon
+    start = whole.folder / "checkpoints" / "step-00000004"
+    assert script(*args, "--batch_size", "6", "--resume", start).losses == whole.losses[4:]
+
+
+@pytest.mark.parametrize("again", [False, slow(True)])
+def test_muon_goes_on_from_shards(script, muon, again):
+    """With the states that dp has saved; then exactly with its own."""
+    whole, args = muon
+    args = [*args, "--batch_size", "3", "--strategy", "fsdp", "--save_every", "2", "--resume"]
+    run = script(*args, whole.folder / "checkpoints" / "step-00000004", **TWO)
+    assert_close(run.losses, whole.losses[4:], 1e-5)
+    if again:
+        then = script(*args, run.folder / "checkpoints" / "step-00000006", **TWO)
+        assert then.losses == run.losses[2:]
+
+
+def test_states_of_muon_are_converted(muon, tmp_path):
+    import torch
+
+    from support.checkpoints.convert import OwnCheckpoint, inspect, write_torch
+
+    source = OwnCheckpoint(muon[0].folder / "checkpoints" / "step-00000004")
+    write_torch(source, tmp_path)
+    states = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert states.pop("step") == 4 and "momentum_buffer" in inspect(source)
+    matrices = {n for n, shape in source.shapes.items() if ".h." in n and len(shape) == 2}
+    assert len(matrices) == 2 * 4 and states["momentum_buffer"].keys() == matrices
+    assert (
+        states["exp_avg"].keys() == states["exp_avg_sq"].keys() == source.shapes.keys() - matrices
+    )
+
+
 @pytest.mark.parametrize(
-    "strategy, optim", [("dp", "adafactor"), ("zero2", "adamw_8bit"), slow("zero2", "sgd")]
+    "strategy, optim",
+    [
+        ("dp", "adafactor"),
+        ("zero2", "adamw_8bit"),
+        slow("zero2", "sgd"),
+        ("fsdp", "muon"),
+        slow("dp", "muon"),
+    ],
 )
 def test_prediction_for_optimizers(request, script, strategy, optim):
     if optim == "adamw_8bit":

@@ -9,7 +9,7 @@ from conftest import STRATEGIES
 
 from support.cli.parse import parse_arguments
 from support.errors import UserError
-from support.memory.estimate import predict
+from support.memory.estimate import predict, supporting
 from support.memory.find_architecture import find_architecture
 from support.memory.fit import Limits, check_is_planned, fitting_split, recommend, remedies
 from support.memory.measure import over_ranks
@@ -108,11 +108,39 @@ def test_states_of_the_optimizers():
         "adamw": 8 * model.total,
         "sgd": 0,
         "adafactor": 4 * (rows_and_columns + 121_344),
+        "muon": 8 * model.total - 4 * 12 * 12 * 768**2,  # 12 × 768² elements in a block's matrices
         "adamw_8bit": (2 + 8 / 256) * (model.total - 118_272) + 8 * 118_272,
     }
     for optimizer, size in expected.items():
         work = Workload(model, 1, optimizer=optimizer)
         assert work.optimizer_states(work.trained) == pytest.approx(size, rel=1e-3), optimizer
+
+
+def test_magnitudes_of_dora_are_planned():
+    """One for each output of an adapted layer; a stage that gathers single layers has no DoRA."""
+    model = find_architecture("gpt2")
+    plain, dora = (adapters(model, 8, "all-linear", dora=kind) for kind in (False, True))
+    outputs = 12 * (3 * 768 + 768 + 4 * 768 + 768)
+    of_lora, of_dora = Workload(model, 2, lora=plain), Workload(model, 2, lora=dora)
+    assert sum(of_dora.trained) - sum(of_lora.trained) == outputs
+    assert {*supporting(of_lora)} - {*supporting(of_dora)} == {"zero3", "infinity"}
+    for strategy in supporting(of_dora):
+        more, less = predict(of_dora, strategy), predict(of_lora, strategy)
+        assert more.peak > less.peak and more.activations > less.activations, strategy
+        if strategy == "zero2":  # fp32 weight and two moments of half of the magnitudes
+            assert more.optimizer - less.optimizer == pytest.approx(12 * outputs / 2, rel=1e-3)
+
+
+def test_muon_gathers_a_matrix_under_fsdp():
+    """The momentum of every matrix, in fp32; the largest one has temporaries."""
+    work = Workload(find_architecture("gpt2"), 4)
+    adamw, muon = (predict(replace(work, optimizer=name), "fsdp") for name in ("adamw", "muon"))
+    assert supporting(replace(work, optimizer="muon")) == ["dp", "fsdp"]
+    matrices = 12 * 12 * 768**2
+    assert adamw.optimizer - muon.optimizer == pytest.approx(4 * matrices / 4, rel=1e-4)
+    assert muon.sent - adamw.sent == 4 * matrices * 3 // 4
+    largest = 16 * 4 * 768**2 + 4 * 768**2
+    assert muon.at("update") - muon.optimizer == adamw.at("update") - adamw.optimizer + largest
 
 
 def test_memory_by_category_is_that_of_the_largest_rank():

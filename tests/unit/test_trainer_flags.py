@@ -41,6 +41,8 @@ def test_tables_name_existing_flags_once():
         (["--do_eval", "--save_steps", "9", "--load_best_model_at_end"], {"eval_only": True}),
         (["--resume_from_checkpoint", "True", "--output_dir", "x"], {"resume": ""}),
         (["--use_peft", "--lora_target_modules", "q_proj", "--lora_r", "4"], {"lora_r": 4}),
+        (["--lora_r", "4", "--use_rslora", "True"], {"lora_rslora": True, "lora_dora": False}),
+        (["--lora_r", "4", "--use_dora"], {"lora_rslora": False, "lora_dora": True}),
         (["--fsdp"], {"strategy": "fsdp"}),
         (["--fsdp", "no_shard"], {"strategy": "dp"}),
         (["--deepspeed", "--strategy", "zero3"], {"strategy": "zero3"}),
@@ -85,6 +87,11 @@ def test_data_that_does_not_fit_is_refused(flags, says):
         (["--report_to", "mlflow"], "mlflow is not in tensorboard, wandb"),
         (["--eval_only", "--no_eval"], "--eval_only and --no_eval cannot be used together"),
         (["--use_peft"], "--use_peft needs --lora_r"),
+        (["--use_dora"], "--lora_dora needs --lora_r|--use_dora needs --lora_r"),
+        (["--lora_rslora"], "--lora_rslora needs --lora_r"),
+        (["--lora_r=4", "--lora_dora", "--strategy=zero3"], "dora does not work under zero3, wh"),
+        (["--lora_r=4", "--lora_dora", "--strategy=infinity"], "dora does not work under infinity"),
+        (["--optim", "muon", "--strategy", "zero2"], "muon does not work under zero2: DeepSpeed"),
         (["--streaming", "--max_steps", "2"], "not pydocs"),
         (["--streaming"], "--streaming needs --max_steps"),
         (["--streaming", "--max_steps", "2", "--dataset", "a", "b"], "reads one --dataset"),
@@ -99,15 +106,15 @@ def test_a_flag_that_is_refused(flags, message):
 def test_adam_settings_reach_the_optimizer():
     adam = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
     layer = torch.nn.Linear(2, 2)
-    groups = parameter_groups(layer, weight_decay=0.01)
-    optimizer = create_optimizer(groups, parse_arguments(adam).training)
+    training = parse_arguments(adam).training
+    optimizer = create_optimizer(parameter_groups(layer, training), training)
     assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-6
 
 
 def test_weight_decay_is_for_matrices_only():
-    weight_decay = parse_arguments(["--weight_decay", "0.5"]).training.weight_decay
+    training = parse_arguments(["--weight_decay", "0.5"]).training
     layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    groups = parameter_groups(layers, weight_decay)
+    groups = parameter_groups(layers, training)
     decay = {p: group["weight_decay"] for group in groups for p in group["params"]}
     found = {name: decay[parameter] for name, parameter in layers.named_parameters()}
     assert found == {"0.weight": 0.5, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}

@@ -24,7 +24,7 @@ def terms_of_ddp(work: Workload) -> tuple[list[Term], int]:
         Term("optimizer states", work.optimizer_states(work.trained), STEP),
         Term("gradients", 4 * trained, STEP if persistent else (END, UPDATE)),
         Term("gradients of the embedding", uses * 4 * largest, (END,)),
-        Term("optimizer's temporaries", work.optimizer_temporaries * largest, (UPDATE,)),
+        Term("optimizer's temporaries", work.update_temporaries(largest), (UPDATE,)),
         Term("accumulated gradients", accumulated, STEP),
         Term("a bucket in 16 bits", copied, (END,)),
     ], 2 * work.reduced_item(4) * trained

@@ -47,7 +47,7 @@ def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[T
             Term("optimizer states", 4 * share + work.optimizer_states(shares), STEP),
             Term("gradients", gradients, STEP if accumulates else (UPDATE,)),
             Term(name, max(norm, copies), (UPDATE,)),
-            Term("optimizer's temporaries", work.optimizer_temporaries * share, (UPDATE,)),
+            Term("optimizer's temporaries", work.update_temporaries(share), (UPDATE,)),
         ]
     reductions = 1 if stage == 1 else work.accumulation
     return terms, (2 * reductions * r + c) * trained
@@ -114,7 +114,7 @@ def terms_of_stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
             Term("optimizer states", masters_and_states, STEP),
             Term("gradients", c * trained, STEP),
             Term("fp32 copies of a sub-group", copies, (UPDATE,)),
-            Term("optimizer's temporaries", work.optimizer_temporaries * sub_group, (UPDATE,)),
+            Term("optimizer's temporaries", work.update_temporaries(sub_group), (UPDATE,)),
         ]
     sent = 2 * c * total + work.reduced_item(c) * sum(work.trained)
     return terms, sent * work.accumulation
@@ -150,7 +150,8 @@ def _offloaded_to_nvme(work: Workload, parameters: int, masters_and_states: int)
 def _groups(work: Workload) -> list[list[int]]:
     """Return the sizes in each parameter group: matrices (also adapters), and the rest."""
     if work.lora:
-        return [work.trained]
+        groups = (work.lora.matrices(work.model), work.lora.vectors(work.model))
+        return [work.model.layers * sizes for sizes in groups if sizes]
     is_matrix = work.model.is_matrix
     return [[size for size in work.trained if is_matrix(size) == kind] for kind in (True, False)]
 

@@ -37,7 +37,8 @@ class DeepSpeed(Strategy):
     engine = "deepspeed"
     packages = ("deepspeed",)
     unsupported_optimizers: ClassVar = {
-        "adafactor": "DeepSpeed flattens the weights, and Adafactor needs rows and columns"
+        "adafactor": "DeepSpeed flattens the weights, and Adafactor needs rows and columns",
+        "muon": "DeepSpeed flattens the weights, and Muon needs matrices: use dp or fsdp",
     }
     autocast_precisions = frozenset()  # DeepSpeed's engine converts the weights
     library_bytes = 70 * MB  # measured with 0.19, see docs/PLAN.md
@@ -71,6 +72,11 @@ class DeepSpeed(Strategy):
     @property
     def hooks_between_layers(self) -> bool:
         """See the base class: stage 3 gathers each layer."""
+        return self.stage == 3
+
+    @property
+    def gathers_single_layers(self) -> bool:
+        """See the base class."""
         return self.stage == 3
 
     @property

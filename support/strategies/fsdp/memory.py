@@ -10,6 +10,7 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
     # Bytes per gathered element. In fp16 parameters are gathered in fp32, because autocast is used.
     c, r = work.stream, work.reduced_item(4)
     trained, block = shard_elements(work.trained, n), sum(m.block())
+    dora = lora is not None and lora.magnitudes
     outside = m.total - m.layers * block
     of_block = c * (block + (sum(lora.of_block(m)) if lora else 0))
     gathered = 0 if n == 1 and c == 4 else c * outside
@@ -25,10 +26,12 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
         Term("parameters", 4 * trained + work.item * shard_elements(work.frozen, n), STEP),
         Term("optimizer states", work.optimizer_states([trained]), STEP),
         Term("gradients", 4 * trained, (UPDATE,)),
+        Term("optimizer's temporaries", work.update_temporaries(0), (UPDATE,)),
         Term("gathered outside of blocks", gathered, (LOSS, BACKWARD, END)),
-        Term("a gathered block", of_block, (BACKWARD, END)),
+        # DoRA's temporaries are in a forward pass at their peak, with a gathered block.
+        Term("a gathered block", of_block, (LOSS, BACKWARD, END) if dora else (BACKWARD, END)),
         Term("reduced gradients", 4 * reduced, (END,)),
         Term("gradients outside of blocks", whole, (END,)),
         Term("gradients of a block", 0 if lora else of_block, (BACKWARD, END)),
         Term("accumulated gradients", accumulated, STEP),
-    ], 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained)
+    ], 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained) + 4 * work.in_muon

@@ -1,0 +1,115 @@
+"""--optim muon: torch.optim.Muon for the matrices of the blocks, AdamW for the other parameters."""
+
+import copy
+
+import pytest
+import torch
+from one_rank import one_rank
+from small_models import CONFIGS
+from transformers import AutoModelForCausalLM
+
+from real_model_example import create_optimizer, parameter_groups
+from support.checkpoints.loading import read_shards
+from support.checkpoints.saving import PieceWriter, write_shards
+from support.cli import check_run
+from support.cli.parse import parse_arguments
+from support.errors import MissingRequirement
+from support.strategies import muon
+from support.strategies.table import STRATEGIES
+
+TRAINING = parse_arguments("--optim muon --lr 1e-2 --weight_decay 0.1".split()).training
+CPU = torch.device("cpu")
+
+
+def new_model(family="gpt2"):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[family])
+
+
+def train(model, *optimizers, steps=3):
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(inputs := torch.randint(50, (2, 12)), labels=inputs).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    return model
+
+
+def optimizer_of(model):
+    return create_optimizer(parameter_groups(model, TRAINING), TRAINING)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_matrices_of_the_blocks_are_those_of_muon(family):
+    model = new_model(family)
+    groups = parameter_groups(model, TRAINING)
+    names = {id(p): name for name, p in model.named_parameters()}
+    of_muon = {names[id(p)] for p in groups[0]["params"]}
+    assert of_muon == {
+        n for n, p in model.named_parameters() if ".0." in n or ".1." in n if p.dim() == 2
+    }
+    assert len(of_muon) == 2 * {"gpt2": 4, "llama": 7}[family]
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+
+
+def test_updates_are_those_of_torch():
+    """torch's two optimizers, each with its own parameters, for the same gradients."""
+    ours = new_model()
+    theirs, start = copy.deepcopy(ours), copy.deepcopy(ours)
+    matrices, *others = parameter_groups(theirs, TRAINING)
+    del matrices["momentum"]
+    scale = {"lr": 1e-2, "adjust_lr_fn": "match_rms_adamw"}
+    apart = [torch.optim.Muon([matrices], **scale), torch.optim.AdamW(others, lr=1e-2)]
+    optimizers = {ours: [optimizer_of(ours)], theirs: apart}
+    for step in range(3):
+        for model, own in optimizers.items():
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            for optimizer in own:
+                optimizer.step()
+    first = dict(start.named_parameters())
+    for (name, mine), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine, expected, atol=1e-6) and not torch.equal(mine, first[name])
+
+
+def test_a_transposed_matrix_has_the_transposed_update():
+    """As GPT-2's layers store their weights. The mean square is that of AdamW's updates."""
+    torch.manual_seed(0)
+    momentum = torch.randn(96, 32)
+    update = muon.update_of(momentum, lr=0.01)
+    assert torch.allclose(muon.update_of(momentum.T.contiguous(), lr=0.01).T, update, atol=1e-4)
+    assert update.square().mean().sqrt() == pytest.approx(0.2 * 0.01, rel=0.2)
+
+
+def test_states_are_the_same_after_a_save_and_a_load(tmp_path):
+    """A matrix of a block has one average, the others have two moments."""
+    first = new_model()
+    train(first, optimizer := optimizer_of(first))
+    with one_rank():
+        state, writer = STRATEGIES["dp"].states_of(first, optimizer, CPU), PieceWriter(tmp_path)
+        write_shards(writer, state, 1)
+        with torch.random.fork_rng():
+            second = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
+        fresh = optimizer_of(second)
+        loaded = STRATEGIES["dp"].states_of(second, fresh, CPU)
+        read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": state.adam_step}, loaded)
+    assert state.family == "muon" and state.adam_step == 3
+    for (name, mine), other in zip(second.named_parameters(), first.parameters(), strict=True):
+        found, expected = fresh.state[mine], optimizer.state[other]
+        assert found.keys() == expected.keys(), name
+        assert all(torch.equal(found[kind], expected[kind]) for kind in found), name
+        assert ("momentum_buffer" in found) == (".h." in name and other.dim() == 2)
+    for model, resumed in ((first, optimizer), (second, fresh)):
+        train(model, resumed, steps=1)
+    for mine, other in zip(second.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_an_older_torch_is_named(monkeypatch):
+    monkeypatch.setattr(check_run, "version", lambda name: "2.8.0+cu126")
+    check_run.check_torch("adamw")
+    with pytest.raises(MissingRequirement, match="muon needs torch 2"):
+        check_run.check_torch("muon")
