@@ -59,6 +59,11 @@ class MetricsFile:
         self.path = path
         self._unwritten = b""  # what did not fit on a full disk
 
+    @classmethod
+    def in_folder(cls, folder: Path) -> "MetricsFile":
+        """Return the file in a run's output folder."""
+        return cls(folder / FILE)
+
     def cut_at(self, step: int) -> None:
         """Remove the records after a checkpoint, because these steps are trained again.
 

@@ -10,7 +10,7 @@ from support.checkpoints.manager import CheckpointManager
 from support.cluster.context import DistContext
 from support.memory.measure import StepMemory
 from support.rank_shares import AUTO
-from support.report.metrics_file import FILE, MetricsFile
+from support.report.metrics_file import MetricsFile
 from support.report.profiling import start_trace
 from support.report.prompts import Prompts
 from support.report.run_folder import RunFolder
@@ -64,7 +64,7 @@ class Run(NamedTuple):
             ctx=ctx,
             state=state,
             meter=meter,
-            file=MetricsFile(folder.path / FILE),
+            file=MetricsFile.in_folder(folder.path),
             trackers=trackers,
             trace=trace,
             at_end=at_end,
