@@ -138,7 +138,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
     datasets = prepare_dataset(settings, ctx, spec)  # before the weights: its errors come early
     log.dataset_ready(datasets, training)
-    finish.check_prompt(output.generate, spec, datasets.facts, training.eval_only)
+    finish.check_prompts(output.generate, spec, datasets.facts, training.eval_only)
     objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
 
@@ -230,6 +230,7 @@ def train_and_evaluate(
             state.add_evaluation(eval_loss)  # early stopping may end the run
             run.log.log_evaluation(eval_loss)
             run.manager.after_evaluation(state)
+            finish.generate_at_evaluation(run, autocast(run.objects, ctx))  # the prompts, if asked
         elif due:
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps

@@ -21,6 +21,7 @@ def run(program: str) -> NoReturn:
 
 train = partial(run, "real_model_example.py")
 compare_strategies = partial(run, "compare_strategies.sh")
+chat = partial(run, "scripts/chat.py")
 build_ops = partial(run, "scripts/build_ops.py")
 compare_runs = partial(run, "scripts/compare_runs.py")
 convert_checkpoint = partial(run, "scripts/convert_checkpoint.py")

@@ -21,7 +21,10 @@ DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 # ------------------------------------------------------------------------------ flags and flags
 
 # Flags that need evaluations; all but the first need them during training.
-NEED_EVALUATIONS = ("eval_only", "eval_every", "early_stopping_patience", "load_best_at_end")
+NEED_EVALUATIONS = (
+    *("eval_only", "eval_every", "generate_every_eval"),
+    *("early_stopping_patience", "load_best_at_end"),
+)
 _AT_INTERVALS = " ".join(NEED_EVALUATIONS[1:])
 
 # A flag, and those that it excludes.
@@ -52,7 +55,7 @@ NEEDED = {
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"), "lora_r"),
     **dict.fromkeys(("lora_dora", "merge_lora", "use_peft", "load_in_4bit"), "lora_r"),
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub"),
-    **{"resume_force": "resume", "streaming": "max_steps"},
+    **{"resume_force": "resume", "streaming": "max_steps", "generate_every_eval": "generate"},
 }
 
 

@@ -72,6 +72,14 @@ class SetFlag(argparse.Action):
         setattr(namespace, self.dest, not values if is_off else values)
 
 
+class AddToFlag(SetFlag):
+    """Add a value to a flag that may be repeated; an empty text is no value."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest, ())
+        super().__call__(parser, namespace, (*before, *filter(None, [values])), option_string)
+
+
 def names_in_help(action: argparse.Action) -> list[str]:
     """Return the names of a flag; those of a switch that change its default."""
     names = [*action.option_strings]
@@ -105,8 +113,9 @@ def add_flag(group: argparse._ActionsContainer, name: str) -> None:
         options |= {"nargs": "?", "const": True}
     elif isinstance(default, str | int | float) and "(default:" not in text:
         text += f" (default: {default})"
+    action = AddToFlag if options.pop("action", None) == "append" else SetFlag
     options |= {"type": kind, "help": text.replace("%", "%%")}
-    group.add_argument(*(f"--{name}" for name in names), action=SetFlag, dest=name, **options)
+    group.add_argument(*(f"--{name}" for name in names), action=action, dest=name, **options)
 
 
 def build_parser() -> Parser:
@@ -150,7 +159,9 @@ def shown_flags(values: FlagValues) -> FlagValues:
             shown[name] = value
     if values["fsdp"]:
         shown["fsdp"] = values["fsdp"]
-    names = [str(dataset) for dataset in values["dataset"] or ()]
-    if names:
-        shown["dataset"] = names if len(names) > 1 else names[0]
+    # One value is not in a list.
+    for name in ("dataset", "generate"):
+        texts = list(map(str, values[name] or ()))
+        if texts:
+            shown[name] = texts if len(texts) > 1 else texts[0]
     return shown

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from support import process
-from support.cli.flags import shown_flags
+from support.cli.flags import AddToFlag, shown_flags
 from support.cli.parser import Parser
 from support.errors import EXIT_COMPLETED, UserError, redact
 from support.files.json_types import JsonObject
@@ -42,6 +42,9 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
         if any(isinstance(item, dict | list | set) for item in items):
             raise UserError(f"{shown(path)}: {key} cannot have nested values.")
         values = list(map(str, items)) if isinstance(value, list) else []
+        if values and isinstance(actions.get(key), AddToFlag):
+            arguments += [f"--{key}={text}" for text in values]
+            continue
         if any(text.startswith("-") for text in values):
             raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
         if values and key in actions and actions[key].nargs in ("+", "*"):

@@ -12,18 +12,16 @@ from support.model.weights import NO_REMOTE_CODE
 from support.settings.model import ModelSettings
 
 
-def read_config(folder: str, name: str) -> PretrainedConfig:
+def read_config(folder: str, what: str) -> PretrainedConfig:
     """Return the configuration in a folder.
 
     Args:
-        name: --model, for messages.
+        what: what the user has given, for messages (--model NAME).
     """
-    with refused_as(f"--model {name}: its config.json cannot be used"):
+    with refused_as(f"{what}: its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"--model {name} is a {config.model_type}, which is not a causal language model."
-        )
+        raise UserError(f"{what} is a {config.model_type}, which is not a causal language model.")
     return config
 
 

@@ -4,7 +4,7 @@ from support.cli.hub import LOGIN_COMMAND
 from support.errors import UserError, first_line
 
 
-def download(name: str, revision: str | None, with_weights: bool, offline: bool) -> str:
+def download(name: str, revision: str | None, with_weights: bool, offline: bool, what: str) -> str:
     """Return the local snapshot of a model on the hub; download it if it is not in the cache.
 
     Only the files that training needs are downloaded: configuration, tokenizer and safetensors in
@@ -14,6 +14,7 @@ def download(name: str, revision: str | None, with_weights: bool, offline: bool)
         revision: a branch, a tag or a commit; None: main.
         with_weights: also download the weights.
         offline: use the cache only.
+        what: what the user has given, for messages (--model NAME).
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
@@ -38,4 +39,4 @@ def download(name: str, revision: str | None, with_weights: bool, offline: bool)
             problem = f" has no branch, tag or commit {revision} (--model_revision)."
         elif isinstance(error, errors.RepositoryNotFoundError):
             problem = ": there is no such model on the hub (or it is private), and no such folder."
-        raise UserError(f"--model {name}{problem}") from error
+        raise UserError(f"{what}{problem}") from error

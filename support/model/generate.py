@@ -1,4 +1,4 @@
-"""Text generation at the end of a run, from a model that may be sharded over the ranks."""
+"""Text generation from the model of a run, which may be sharded over the ranks."""
 
 from __future__ import annotations
 

@@ -34,20 +34,20 @@ def locate(
         with_weights: also download the weights; not with --from_scratch.
         offline: use no network.
     """
-    name = model_settings.model
+    name, what = model_settings.model, f"--model {model_settings.model}"
     if name == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
         return Located(gpt2_config(name, 0.0, 0), embedded_tokenizer(cache_dir), None, [])
     needed = with_weights and not model_settings.from_scratch
-    download_it = partial(download, name, model_settings.model_revision, needed, offline)
+    download_it = partial(download, name, model_settings.model_revision, needed, offline, what)
     if is_local_model(name) or not scratch_without_hub(model_settings):
         folder = name if is_local_model(name) else download_it()
-        config = read_config(folder, name)
+        config = read_config(folder, what)
         return Located(config, folder, None if model_settings.from_scratch else folder, [])
     config = gpt2_config(name, 0.1, 50256)
     try:
         folder = download_it()
-        read_tokenizer(folder, name)
+        read_tokenizer(folder, what)
         return Located(config, folder, None, [])
     except UserError:
         notice = f"The tokenizer of {name} is not available: using the embedded one."

@@ -75,8 +75,8 @@ def find_tokenizer(
 
     be_quiet(settings.debug.verbose)
     found = ctx.once_per_node("tokenizer", parts)
-    name, template = settings.model.model, settings.data.chat_template
-    return read_tokenizer(found["tokenizer"], name, template), found["positions"]
+    what, template = f"--model {settings.model.model}", settings.data.chat_template
+    return read_tokenizer(found["tokenizer"], what, template), found["positions"]
 
 
 def be_quiet(verbose: bool) -> None:
@@ -95,11 +95,12 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
         shared: save random weights, too; otherwise `ModelSpec.load` draws them.
     """
     config, tokenizer, folder, notices = located
-    entries = len(read_tokenizer(tokenizer, name))
+    what = f"--model {name}"
+    entries = len(read_tokenizer(tokenizer, what))
     added = max(0, entries - config.get_text_config().vocab_size)
     enlarged, model = added > 0, None
     random, new_rows = enlarged or folder is None, added if folder else 0
-    own_head = folder is not None and weights.check_folder(folder, config, f"--model {name}")
+    own_head = folder is not None and weights.check_folder(folder, config, what)
     if own_head:
         weights.untie(config)
         notices.append(

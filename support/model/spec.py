@@ -114,15 +114,16 @@ class ModelSpec:
         # Ranks share a file of random weights; shards and weights under adapters are read from it.
         shared = ctx.real_world_size > 1 or not strategy.whole_parameters or adapters
         found = resolve.find_folders(model_settings, data, offline, seed, shared, ctx)
-        config = read_config(found["weights"], name)
-        tokenizer = read_tokenizer(found["tokenizer"], name, data.chat_template)
+        what = f"--model {name}"
+        config = read_config(found["weights"], what)
+        tokenizer = read_tokenizer(found["tokenizer"], what, data.chat_template)
         for notice in found["notices"]:
             console.warn(notice)
         if found["own_head"]:
             weights.untie(config)
         own_settings = apply_flags(config, model_settings)
         generation = read_generation_config(found["weights"], config)
-        with refused_as(weights.NOT_BUILT.format(f"--model {name}")):
+        with refused_as(weights.NOT_BUILT.format(what)):
             length = choose_seq_length(data.seq_length, name, max_positions(config))
             lora = Lora.of(model_settings, seed)
             source = WeightSource(

@@ -16,22 +16,21 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def read_tokenizer(
-    folder: str, name: str, chat_template: str | None = None
+    folder: str, what: str, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a folder.
 
     Args:
-        name: --model, for messages.
+        what: what the user has given, for messages (--model NAME).
         chat_template: a file with the template of conversations; None: the tokenizer's own.
     """
     patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
         raise UserError(
-            f"--model {name}: there are no tokenizer files "
-            "(tokenizer.json, or vocab.json and merges.txt)."
+            f"{what}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt)."
         )
     options = {"local_files_only": True, **NO_REMOTE_CODE}
-    with refused_as(f"--model {name}: its tokenizer files cannot be used; copy them again"):
+    with refused_as(f"{what}: its tokenizer files cannot be used; copy them again"):
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         except Exception:

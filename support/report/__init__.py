@@ -2,6 +2,7 @@
 
 start            the start of a run: the functions that the script calls, in their order
 finish           the end of a run: best weights, results, export, sample, push
+prompts          the prompts of --generate, continued at the end and at evaluations
 run              the objects of a run whose training starts
 run_folder       the output folder: its lock, and results.json from the start to the end
 results          the content of results.json

@@ -15,9 +15,9 @@ from support.data.chat import prompt_for
 from support.errors import Preempted
 from support.files.json_types import JsonObject
 from support.model import export, push
-from support.model.generate import generate
 from support.model.spec import ModelSpec
 from support.report import results
+from support.report.prompts import Prompts
 from support.report.run import Run
 from support.report.run_folder import RESULTS, RunFolder
 from support.report.run_plan import RunPlan
@@ -38,16 +38,35 @@ def find_target(
     return target._replace(repository=push.open_repository(output, folder.path, ctx))
 
 
-def check_prompt(text: str | None, spec: ModelSpec, dataset: JsonObject, eval_only: bool) -> None:
-    """Check that the prompt of --generate can be used, before the training.
+def check_prompts(
+    texts: tuple[str, ...], spec: ModelSpec, dataset: JsonObject, eval_only: bool
+) -> None:
+    """Check that the prompts of --generate can be used, before the training.
 
     Args:
         dataset: its entry in results.json.
     Raises:
-        UserError: it cannot be rendered, or has no token.
+        UserError: one cannot be rendered, or has no token.
     """
-    if text:
+    for text in texts:
         prompt_for(text, spec.tokenizer, dataset, eval_only)
+
+
+def generate_at_evaluation(run: Run, casting: torch.autocast) -> None:
+    """With --generate_every_eval, continue each prompt and log the texts; all ranks call it.
+
+    After a stop signal no further text is generated: the run stops after the next step.
+    """
+    if not run.prompts.at_evaluations:
+        return
+    contents, ctx = run.manager.contents, run.manager.ctx
+    dataset = run.folder.facts["dataset"]
+    if contents.stream is not None:  # its rows show the kind, on each rank its own rows
+        dataset = {"kind": ctx.broadcast_from_rank0(contents.stream.state["kind"])}
+    model = run.objects.model
+    generated = run.prompts.continue_all(model, casting, contents.spec, dataset, ctx, may_stop=True)
+    if generated:
+        run.log.log_generated(generated)
 
 
 def stop(run: Run) -> NoReturn:
@@ -131,18 +150,17 @@ def publish(
     trained: export.TrainedModel,
     casting: torch.autocast,
 ) -> None:
-    """Export the model, generate a sample, push: what the flags request and is missing.
+    """Export the model, continue the prompts, push: what the flags request and is missing.
 
     Raises:
         TrainingError: one of them failed; the message says where the trained weights are.
     """
     exported = export_if_missing(settings, folder, target, trained)
-    if text := settings.output.generate:
-        dataset = folder.facts.get("dataset") or {}
-        prompt = prompt_for(text, trained.spec.tokenizer, dataset, settings.training.eval_only)
-        seed = settings.training.seed
-        sample = generate(trained.objects.model, casting, trained.spec, prompt, seed, trained.ctx)
-        folder.record(sample=sample)
+    prompts = Prompts.of(settings.output, settings.training)
+    if prompts.texts:
+        dataset, model = folder.facts.get("dataset") or {}, trained.objects.model
+        generated = prompts.continue_all(model, casting, trained.spec, dataset, trained.ctx)
+        folder.record(sample=generated[0]["text"], generated=generated)
     if exported and settings.output.push_to_hub:
         folder.record(push=push.push(target.repository, exported, trained.ctx))
 

@@ -13,8 +13,10 @@ from support.errors import first_line
 from support.files.atomic import TemporaryFolder, only_finite, write_atomically, write_text
 
 FILE = "metrics.jsonl"
-# Keys that only a record of one kind has: of a step, an evaluation, a choice of --rank_shares auto.
-KINDS = {"loss", "eval_loss", "rank_sequences"}
+# Keys that only a record of one kind has: of an evaluation, and of the texts generated after it; of
+# a step, and of a choice of --rank_shares auto.
+OF_EVALUATIONS = {"eval_loss", "generated"}
+KINDS = {"loss", "rank_sequences", *OF_EVALUATIONS}
 MOST_LINES = 5  # that a message names
 
 
@@ -57,6 +59,11 @@ class MetricsFile:
         self.path = path
         self._unwritten = b""  # what did not fit on a full disk
 
+    @classmethod
+    def in_folder(cls, folder: Path) -> "MetricsFile":
+        """Return the file in a run's output folder."""
+        return cls(folder / FILE)
+
     def cut_at(self, step: int) -> None:
         """Remove the records after a checkpoint, because these steps are trained again.
 
@@ -68,7 +75,9 @@ class MetricsFile:
         # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
         # run repeats the evaluation of the checkpoint's own step.
         kept = [
-            r for r in records if r["step"] < step or (r["step"] == step and "eval_loss" not in r)
+            r
+            for r in records
+            if r["step"] < step or (r["step"] == step and not r.keys() & OF_EVALUATIONS)
         ]
         write_text(self.path, "".join(json.dumps(only_finite(record)) + "\n" for record in kept))
 

@@ -109,7 +109,7 @@ def _run(folder: Path) -> JsonObject:
         "Memory and time of a step": {"charts": _drawn(_charts_of_step(results))},
         "Communication": {"tables": [(collectives, ["collective", "calls", "sent bytes"])]},
         "Checkpoints": {"lines": [path.name for path in list_checkpoints(folder / "checkpoints")]},
-        "Generated text": {"text": results.get("sample")},
+        "Generated text": {"text": _generated(results)},
         "Command": {"text": results.get("command")},
     }
     for key in ("export", "push", "dataset", "hardware", "versions", "flags"):
@@ -121,6 +121,18 @@ def _run(folder: Path) -> JsonObject:
         "subtitle": f"{results.get('status')}, started {results.get('started_at')}",
         **{"problem": problem, "sections": sections, "notices": damage},
     }
+
+
+def _generated(results: dict) -> str | None:
+    """Return the texts of --generate; each has its prompt before it, unless it begins with it."""
+    if not (entries := results.get("generated")):
+        return results.get("sample")  # of an earlier version, or None
+    return "\n\n".join(
+        entry["text"]
+        if entry["text"].startswith(entry["prompt"])
+        else f"{entry['prompt']}\n{entry['text']}"
+        for entry in entries
+    )
 
 
 def _curves(records: list[dict]) -> dict[str, Chart]:

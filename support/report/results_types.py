@@ -38,6 +38,7 @@ TYPES: dict[str, Check] = {
     "versions": dict_of(is_text),
     "flags": dict_of(either(optional(SIMPLE), list_of(SIMPLE))),
     "run_signature": dict_of(dict_of(optional(SIMPLE))),
+    "generated": list_of(record({"prompt": is_text, "text": is_text})),
     "hardware": HARDWARE,
     **dict.fromkeys(("dataset", "export", "push"), dict_of(anything)),
 }

@@ -10,8 +10,9 @@ from support.checkpoints.manager import CheckpointManager
 from support.cluster.context import DistContext
 from support.memory.measure import StepMemory
 from support.rank_shares import AUTO
-from support.report.metrics_file import FILE, MetricsFile
+from support.report.metrics_file import MetricsFile
 from support.report.profiling import start_trace
+from support.report.prompts import Prompts
 from support.report.run_folder import RunFolder
 from support.report.start_log import StartLog
 from support.report.step_log import LogOptions, StepLog
@@ -32,6 +33,7 @@ class Run(NamedTuple):
     log: StepLog  # metrics.jsonl, the console's lines of steps and evaluations, trackers
     meter: StepMeter  # time, memory and traffic of each step
     balance: Balancer  # --rank_shares auto: the sequences of each rank
+    prompts: Prompts  # of --generate
 
     @classmethod
     def open(
@@ -62,7 +64,7 @@ class Run(NamedTuple):
             ctx=ctx,
             state=state,
             meter=meter,
-            file=MetricsFile(folder.path / FILE),
+            file=MetricsFile.in_folder(folder.path),
             trackers=trackers,
             trace=trace,
             at_end=at_end,
@@ -74,4 +76,5 @@ class Run(NamedTuple):
         if settings.training.rank_shares == AUTO and ctx.world_size > 1:
             timer = ForwardTimer(objects.module, objects.strategy.gathers, ctx.device)
         balance = Balancer(ctx, state, timer, log.log_shares)
-        return cls(objects, state, folder, manager, log, meter, balance)
+        prompts = Prompts.of(settings.output, settings.training)
+        return cls(objects, state, folder, manager, log, meter, balance, prompts)

@@ -15,9 +15,10 @@ from support import console
 from support.cluster.context import DistContext
 from support.data.batches import steps_of
 from support.data.facts import Targets, bits_per_byte
-from support.errors import explain
+from support.errors import explain, redact_value
 from support.files.json_types import JsonObject
 from support.report.metrics_file import MetricsFile, draw_losses
+from support.report.prompts import GeneratedText
 from support.report.step_meter import StepMeter
 from support.report.trackers import Trackers
 from support.strategies import gradients
@@ -206,6 +207,10 @@ class StepLog:
     def bits_per_byte(self, loss: float) -> float | None:
         """Return bits per byte of an evaluation; None if the bytes of its text are not known."""
         return bits_per_byte(loss, self.options.targets)
+
+    def log_generated(self, generated: list[GeneratedText]) -> None:
+        """Record the texts that were generated, and printed, after an evaluation."""
+        self._log({"step": self.state.step, "generated": redact_value(generated)})
 
     def log_shares(self, record: JsonObject, text: str) -> None:
         """Record which sequences of a micro-batch each rank computes from now on, and print it."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from support import console
 from support.errors import UserError, explain, first_line, redact_value
 from support.files.atomic import DISK_ERRORS, write_text
+from support.report.prompts import GeneratedText
 from support.settings.output import OutputSettings
 from support.strategies.strategy import FlagValues
 
@@ -29,6 +30,7 @@ class Tracker(NamedTuple):
     """A program that shows curves."""
 
     log: Callable[[int, dict[str, float]], object]  # logs one point of each curve at a step
+    log_texts: Callable[[int, list[GeneratedText]], object]  # of --generate_every_eval
     close: Callable[[], object]
 
 
@@ -46,7 +48,12 @@ def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
             writer.add_scalar(name, value, step)
         writer.flush()  # a killed run loses nothing
 
-    return Tracker(log, writer.close)
+    def log_texts(step: int, generated: list[GeneratedText]) -> None:
+        for number, entry in enumerate(generated, 1):
+            writer.add_text(f"generated/{number}", f"{entry['prompt']}\n\n{entry['text']}", step)
+        writer.flush()
+
+    return Tracker(log, log_texts, writer.close)
 
 
 def wandb(folder: Path, step: int, arguments: dict, output: OutputSettings) -> Tracker:
@@ -81,7 +88,12 @@ def wandb(folder: Path, step: int, arguments: dict, output: OutputSettings) -> T
             f"--report_to wandb: {first_line(error).rstrip('.')}. "
             "Log in with `wandb login`, or set WANDB_MODE=offline."
         ) from error
-    return Tracker(lambda step, values: run.log(values, step=step), run.finish)
+
+    def log_texts(step: int, generated: list[GeneratedText]) -> None:
+        rows = [[step, entry["prompt"], entry["text"]] for entry in generated]
+        run.log({"generated": wandb.Table(["step", "prompt", "text"], rows)}, step=step)
+
+    return Tracker(lambda step, values: run.log(values, step=step), log_texts, run.finish)
 
 
 class Trackers:
@@ -93,6 +105,7 @@ class Trackers:
     def __init__(self, output: OutputSettings, flags: FlagValues, folder: Path, step: int):
         datasets = " ".join(map(str, flags["dataset"]))
         values = {**flags, "dataset": datasets, "tags": ", ".join(output.tags)}
+        values["generate"] = " | ".join(output.generate)
         shown = {k: v for k, v in values.items() if isinstance(v, str | int | float | bool)}
         arguments = redact_value(shown)
         self.started: dict[str, Tracker] = {}
@@ -108,9 +121,13 @@ class Trackers:
                 console.warn(f"--report_to {name} cannot be used: {explain(error)}")
 
     def log(self, record: dict) -> None:
-        """Log the curves of one record of metrics.jsonl."""
+        """Log the curves or the texts of one record of metrics.jsonl."""
+        step = record["step"]
+        if "generated" in record:
+            self._each(lambda tracker: tracker.log_texts(step, record["generated"]))
+            return
         values = {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
-        self._each(lambda tracker: tracker.log(record["step"], values))
+        self._each(lambda tracker: tracker.log(step, values))
 
     def close(self) -> None:
         """Close all trackers."""

@@ -18,7 +18,8 @@ def flag(default: object, kind: Callable[[str], object], text: str, **options: o
         default: the value without the flag. With COMPUTED the section cannot be created without it.
         kind: converts the text of a value, or raises argparse.ArgumentTypeError; see flag_types.
         text: the help.
-        options: others of argparse's `add_argument`: metavar, choices, nargs, const.
+        options: others of argparse's `add_argument`: metavar, choices, nargs, const, and the action
+            "append" for a flag that may be repeated, whose value is a tuple.
     """
     of_parser = None if default is COMPUTED else default
     metadata = {"default": of_parser, "type": kind, "help": text, "options": options}

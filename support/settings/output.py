@@ -62,10 +62,11 @@ class OutputSettings:
         metavar="NAME",
     )
     hub_private_repo: bool = switch(False, "create that repository as a private one")
-    generate: str | None = flag(
-        None,
+    generate: tuple[str, ...] = flag(
+        (),
         str,
-        "print a continuation of this text, or the answer to it, at the end",
+        "print a continuation of this text, or the answer to it, at the end; may be repeated",
+        action="append",
         metavar="PROMPT",
     )
     logging_steps: int = flag(10, flag_types.steps, "optimizer steps between two lines")

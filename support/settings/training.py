@@ -108,6 +108,9 @@ class TrainingSettings:
         "evaluate every N optimizer steps and at the end, instead of after each epoch",
         metavar="N",
     )
+    generate_every_eval: bool = switch(
+        False, "continue the texts of --generate after each evaluation as well"
+    )
     early_stopping_patience: int | None = flag(
         None,
         flag_types.positive_int,

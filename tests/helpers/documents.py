@@ -42,6 +42,7 @@ INSTALLED = {
     "distributed-training": "real_model_example.py",
     "compare-strategies": "compare_strategies.sh",
     "report-run": "scripts/report.py",
+    "chat-run": "scripts/chat.py",
 }
 # The script, and what passes it their flags.
 MAIN_PROGRAMS = r"real_model_example\.py$|compare_strategies\.sh$|\.slurm$"

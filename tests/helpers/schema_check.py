@@ -60,8 +60,12 @@ def problems_of_results(results: dict) -> Iterator[str]:
 
 def problems_of_metrics(record: dict) -> Iterator[str]:
     """Yield what in a line of metrics.jsonl does not agree with the page."""
-    kind = "Of an evaluation" if "eval_loss" in record else "Of a step"
-    keys = table("Of the first choice" if "rank_sequences" in record else kind)
+    kinds = {
+        "eval_loss": "Of an evaluation",
+        "generated": "Of the texts",
+        "rank_sequences": "Of the first choice",
+    }
+    keys = table(next((kinds[key] for key in kinds if key in record), "Of a step"))
     yield from (f"{key} is missing" for key in keys if key not in record)
     yield from problems_of(record, keys, "")
 

@@ -18,7 +18,7 @@ from support import PROJECT
 ORDER = [
     *(
         ["startup"],
-        ["commands", "planner"],
+        ["chat", "commands", "planner"],
         ["choice"],
         ["report"],
         ["balance", "checkpoints"],

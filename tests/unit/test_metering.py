@@ -184,6 +184,29 @@ def test_a_tracker_that_cannot_start_on_a_full_disk_ends_nothing(capsys, tmp_pat
     assert capsys.readouterr().out.count("No space left") == 1
 
 
+def test_generated_texts_are_logged_without_secrets(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
+    log = open_log(tmp_path, clock)
+    log.log_generated([{"prompt": "The", "text": "The the-canary-of-my-key"}])
+    [record], _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert record == {"step": 0, "generated": [{"prompt": "The", "text": "The ***"}]}
+    log.trackers.log.assert_called_once_with(record)
+    texts = []
+    settings = parse_arguments([])
+    trackers = Trackers(settings.output, settings.flags(), tmp_path, step=0)
+    trackers.started["working"] = Tracker(None, lambda *entry: texts.append(entry), None)
+    trackers.log(record)
+    assert texts == [(0, record["generated"])]
+
+
+def test_a_resume_repeats_an_evaluation_and_its_texts(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    kept = [{"step": 1, "eval_loss": 2.0}, {"step": 1, "generated": []}, {"step": 2, "loss": 2.0}]
+    file.append(*kept, {"step": 2, "eval_loss": 2.0}, {"step": 2, "generated": []})
+    file.cut_at(2)
+    assert read_metrics(file.path) == (kept, [])
+
+
 def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
     points = []
 
@@ -192,8 +215,8 @@ def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
 
     settings = parse_arguments([])
     trackers = Trackers(settings.output, settings.flags(), tmp_path, step=0)
-    trackers.started["broken"] = Tracker(fail, fail)
-    trackers.started["working"] = Tracker(lambda *point: points.append(point), fail)
+    trackers.started["broken"] = Tracker(fail, fail, fail)
+    trackers.started["working"] = Tracker(lambda *point: points.append(point), fail, fail)
     for step in (1, 2):
         trackers.log({"step": step, "loss": 2.0})
     assert points == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]

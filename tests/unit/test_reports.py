@@ -93,7 +93,7 @@ def compared(*places, tolerance=1e-6):
 NO_EFFECT = """
     dataset dataset_config dataset_revision train_split include text_column prompt_column
     completion_column max_bad_rows cache_dir merge_lora nvme_path auto_micro_batch
-    global_batch_size
+    global_batch_size generate_every_eval
 """.split()
 
 
@@ -548,6 +548,8 @@ def with_text(value, text):
     """A JSON value with `text` after every text."""
     if isinstance(value, dict):
         return {key: with_text(item, text) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_text(item, text) for item in value]
     return value + text if isinstance(value, str) else value
 
 
@@ -563,6 +565,14 @@ def test_text_of_files_is_shown_escaped_and_without_secrets(tmp_path, monkeypatc
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 10
     assert not re.search("<(script|img|link|iframe|object|a|base|form)[ >]", page)
     assert "canary" not in page and "***" in page
+
+
+def test_the_page_has_all_generated_texts(tmp_path):
+    """After its prompt, unless it begins with it; an earlier version has one text only."""
+    texts = [{"prompt": "Once", "text": "Once upon"}, {"prompt": "Why?", "text": "Because."}]
+    page, _ = page_of(save(tmp_path / "a", SHOWN | {"generated": texts}, steps()))
+    assert "<pre>Once upon\n\nWhy?\nBecause.</pre>" in page
+    assert "<pre>once</pre>" in page_of(save(tmp_path / "b", SHOWN, steps()))[0]
 
 
 def test_missing_and_truncated_files(tmp_path):
@@ -585,6 +595,7 @@ def test_the_page_of_a_run_that_failed_says_why(tmp_path):
     [
         {"steps": "many"},
         {"flags": [1]},
+        {"generated": [{"prompt": "a"}]},
         {"communication_per_step": {"all_reduce float32": 7}},
         {"step_phases_seconds": {"forward": "x"}},
         {"memory": {"categories_bytes_by_rank": [7]}},

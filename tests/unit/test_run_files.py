@@ -6,6 +6,7 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 from conftest import PROJECT
 
+from support.cli.flags import shown_flags
 from support.cli.parse import output_dir_of, parse_arguments, read_command_line
 from support.cli.run_file import as_yaml
 from support.errors import UserError
@@ -82,6 +83,9 @@ def read(tmp_path):
         (f"deepspeed: {STAGE3}", {"strategy": "zero3", "ds_config": STAGE3}),
         (f"use_deepspeed: true\ndeepspeed_config: {STAGE3}", {"strategy": "zero3"}),
         ("output_dir: --lr", {"output_dir": "--lr"}),
+        ("generate: The", {"generate": ("The",)}),
+        ("generate: ['a, b', -c]", {"generate": ("a, b", "-c")}),
+        ("generate: ''", {"generate": ()}),
     ],
 )
 def test_run_file(read, text, values):
@@ -97,6 +101,7 @@ def test_run_file(read, text, values):
         (f"deepspeed: {STAGE3}", ["--strategy=dp"], {"strategy": "dp"}),
         ("no_eval: true", ["--eval"], {"eval": True}),
         ("dataset: [a:1, b:2]", ["--dataset", "c"], {"dataset": (Dataset("c"),)}),
+        ("generate: [a, b]", ["--generate", "c", "--generate=d"], {"generate": ("c", "d")}),
     ],
 )
 def test_the_command_line_overrides_the_file(read, text, flags, values):
@@ -117,6 +122,9 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
         ("lr: 1\ntraining:\n  lr: 2", "lr and lr set the same flag"),
         ("lr: 1\nlearning_rate: 2", "lr and learning_rate set the same flag"),
         ("config: other.yaml", "run.yaml: config cannot be"),
+        ("generate: [{a: 1}]", "generate cannot have nested"),
+        ("generate_every_eval: true", "--generate_every_eval needs --generate"),
+        ("generate: a\ngenerate_every_eval: true\neval: false", "cannot be used together"),
         ("lr: " + "[" * 500 + "]" * 500, "nested"),
     ],
 )
@@ -135,6 +143,7 @@ PRINTED = (
     (),
     ("--resume", "--output_dir", "0x10", "--no_eval", "--generate", "a: b\n# c"),
     ("--dataset", "a.txt:0.3", "b.txt:0.7", "--isolate_documents", "--lora_r", "4"),
+    ("--generate", "The", "--generate", "a: b\n# c", "--generate", "-", "--generate_every_eval"),
     ("--fsdp", "shard_grad_op offload", "--report_to", "tensorboard,wandb"),
     ("--strategy", "zero3", "--bf16", "--save_strategy", "epoch", "--eval_strategy", "steps"),
     ("--simulate_gpus", "4"),
@@ -149,6 +158,15 @@ def test_printed_settings_are_a_run_file(read, flags):
     for name in SECTION_OF.keys() - unprinted:
         section = SECTION_OF[name]
         assert getattr(getattr(again, section), name) == getattr(getattr(first, section), name)
+
+
+def test_one_prompt_is_not_in_a_list():
+    """As in the results of earlier versions."""
+    for flags, shown in (
+        (["--generate", "a"], "a"),
+        (["--generate=a", "--generate=b"], ["a", "b"]),
+    ):
+        assert shown_flags(read_command_line(flags).settings.flags())["generate"] == shown
 
 
 def test_printed_settings_name_their_sources(read, tmp_path):
