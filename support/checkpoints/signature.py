@@ -33,8 +33,11 @@ INFORMATIONAL_FLAGS = """
     """.split()
 NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
 # Entries that earlier versions did not write, and their value in the runs of those versions.
-VALUES_BEFORE = {"isolate_documents": False, "packing": False, "document_start": None}
-VALUES_BEFORE |= {"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0}
+VALUES_BEFORE: dict[str, object] = {
+    **{"isolate_documents": False, "packing": False, "document_start": None},
+    **{"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0},
+    "train_on": "assistant",
+}
 
 
 def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
@@ -46,6 +49,7 @@ def flags_signature(data: DataSettings, training: TrainingSettings, world_size: 
         "global batch": training.global_batch(world_size),
         "isolate_documents": data.isolates_documents,
         "packing": data.packing,
+        "train_on": data.train_on,
     }
     if data.seq_length is not None:  # the default depends on the model
         should_match["seq_length"] = data.seq_length

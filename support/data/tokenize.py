@@ -33,7 +33,7 @@ from support.cluster.context import DistContext, require_equal_on_all_ranks
 from support.data.facts import Kinds
 from support.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
 from support.data.sources import open_source
-from support.data.special_tokens import document_start, end_finder, start_of
+from support.data.special_tokens import document_start, start_of
 from support.errors import UserError
 from support.files.cache import Cache, cache_folder
 from support.settings.data import DataSettings
@@ -194,19 +194,16 @@ def _write_split(
     usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
     has_examples = facts["kind"] in ("chat", "pair")
     if has_examples:
-        from support.data.chat import Encoder
         from support.data.examples import encode_examples
 
         dtype, encoded = "int32", encode_examples(usable, tokenizer, digest.update, refuse)
-        is_chat = facts["kind"] == "chat"
-        end_of_answer = end_finder(tokenizer, Encoder(tokenizer).ends_of_turns if is_chat else ())
     else:
         # Not len(tokenizer): the ids of some vocabularies have gaps.
         largest = max(tokenizer.get_vocab().values(), default=0)
         dtype = "uint16" if largest < 1 << 16 else "uint32"
         encoded = _encode_documents(usable, tokenizer, digest.update)
     with open(f"{path}.bin", "wb") as file:
-        for ids, characters in encoded:
+        for ids, characters, answer in encoded:
             content = ids.astype(dtype).tobytes()
             file.write(content)
             tokens_digest.update(content)
@@ -214,7 +211,6 @@ def _write_split(
             facts["tokens"] = end
             if has_examples:  # the first token is not predicted from anything
                 target = start + 1 + int((ids[1:] >= 0).argmax())
-                answer = end_of_answer(ids)
                 facts["ended"] += bool(answer)
                 index.append((start, end, target, start + answer))
             advance(characters)
@@ -247,8 +243,8 @@ def _encode_documents(
     rows: Iterable[Row],
     tokenizer: PreTrainedTokenizerBase,
     add_to_digest: Callable[[bytes], object],
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of one stream, and their characters; `add_to_digest` gets the text."""
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield the ids of one stream, their characters, and 0; `add_to_digest` gets the text."""
     documents = DocumentTokenizer(tokenizer)
     first, later = (np.array(document_start(tokenizer, n), np.uint32) for n in (True, False))
 
@@ -265,7 +261,7 @@ def _encode_documents(
         for (_, before), ids in zip(batch, documents.encode(batch), strict=True):
             stream += [ids] if before else [start, ids]
             start = later
-        yield np.concatenate(stream), characters
+        yield np.concatenate(stream), characters, 0
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:
