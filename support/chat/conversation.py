@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from support.data.chat import Encoder
+from support.data.chat_template import Chat, ChatTemplate
 from support.data.conversations import Message
 from support.data.special_tokens import start_of
 from support.errors import UserError
@@ -62,7 +62,7 @@ class Conversation:
             UserError: the chat template has an error, or refuses or leaves out the system message.
         """
         self.tokenizer, self.most = tokenizer, most
-        self.encoder = Encoder(tokenizer)
+        self.template = ChatTemplate(tokenizer)
         self.system: list[Message] = []
         self.messages: list[Message] = []  # of the user and the model, by turns
         if system:
@@ -107,7 +107,7 @@ class Conversation:
         self.messages.clear()
 
     def _render(self, messages: list[Message]) -> str:
-        return self.encoder.render([*self.system, *messages], add_generation_prompt=True)
+        return self.template.render(Chat([*self.system, *messages]), add_generation_prompt=True)
 
     def _encode(self) -> list[int]:
         try:

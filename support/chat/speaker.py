@@ -14,7 +14,7 @@ from support.chat.conversation import Conversation, Texts
 from support.chat.source import Source
 from support.cluster import gpus, tuning
 from support.cluster.context import DTYPES
-from support.data.chat import Encoder
+from support.data.chat_template import ChatTemplate
 from support.errors import UserError, first_line
 from support.model import weights
 from support.model.config import max_positions, read_config, read_generation_config
@@ -139,7 +139,7 @@ class Speaker:
         own = self.generation.eos_token_id
         found = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
         if self.is_chat:  # a turn may end with another token than a text
-            tokens = Encoder(self.tokenizer).ends_of_turns
+            tokens = ChatTemplate(self.tokenizer).ends_of_turns
             found |= {*self.tokenizer.convert_tokens_to_ids(tokens)}
         ends = sorted(found - {None})
         options = copy.deepcopy(self.generation)

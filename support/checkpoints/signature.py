@@ -37,6 +37,7 @@ VALUES_BEFORE: JsonObject = {
     **{"isolate_documents": False, "packing": False, "document_start": None},
     **{"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0},
     **{"lora_rslora": False, "lora_dora": False},
+    "train_on": "assistant",
 }
 
 
@@ -49,6 +50,7 @@ def flags_signature(data: DataSettings, training: TrainingSettings, world_size: 
         "global batch": training.global_batch(world_size),
         "isolate_documents": data.isolates_documents,
         "packing": data.packing,
+        "train_on": data.train_on,
     }
     if data.seq_length is not None:  # the default depends on the model
         should_match["seq_length"] = data.seq_length

@@ -5,6 +5,8 @@ sources         where rows come from: Python's reference, files (row_files), or 
 rows            the formats of rows
 special_tokens  tokens that begin a text, and those that end an answer
 conversations   conversations and pairs of prompt and completion, from the keys of a row
+tools           the tools of a conversation, and the assistant's calls of them
+chat_template   conversations as text, and the position of the assistant's messages in it
 chat            both as token ids, and the prompt of --generate; examples: those of a corpus
 tokenize        a corpus tokenized once, in the cache of the node
 corpus          the sequences of one tokenized corpus; mixture: of several in one epoch

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from support.data.chat import Encoder, use_plain_template
+from support.data.chat import Encoder, Example
+from support.data.chat_template import use_plain_template
 from support.data.rows import BadRow, Row
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ def encode_examples(
     tokenizer: PreTrainedTokenizerBase,
     add_to_digest: Callable[[bytes], object],
     refuse: Callable[[BadRow], None],
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of each conversation or pair, and its characters.
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield the ids of each conversation or pair, its characters, and where its answer ends.
 
     Args:
         add_to_digest: gets the content of each.
@@ -31,16 +32,16 @@ def encode_examples(
         if row.kind == "chat" and encoder is None:
             use_plain_template(tokenizer)
         encoder = encoder or Encoder(tokenizer)
-        ids, content = encode_example(encoder, row), row.as_json()
-        if isinstance(ids, BadRow):
-            refuse(ids)
+        example, content = encode_example(encoder, row), row.as_json()
+        if isinstance(example, BadRow):
+            refuse(example)
         else:
             add_to_digest(content.encode() + b"\0")
-            yield ids, len(content)
+            yield example.ids, len(content), example.end
 
 
-def encode_example(encoder: Encoder, row: Row) -> np.ndarray | BadRow:
-    """Return the ids of a conversation or a pair, a token t without a loss as ~t, or a BadRow."""
+def encode_example(encoder: Encoder, row: Row) -> Example | BadRow:
+    """Return a conversation or a pair as token ids, or why it cannot be used."""
     try:
         return encoder.encode(row)
     except ValueError as error:

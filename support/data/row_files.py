@@ -26,6 +26,7 @@ from support.data.rows import (
     columns_of_table,
     format_of,
     read_row,
+    row_of_table,
 )
 from support.errors import UserError, first_line
 from support.files.atomic import sha256_of
@@ -216,7 +217,8 @@ def _read_parquet(file: Path, options: RowOptions) -> RawRows:
     table = pyarrow.parquet.ParquetFile(file)
     columns, numbers = columns_of_table(table.schema_arrow.names, options, str(file)), count(1)
     for batch in table.iter_batches(columns=columns, batch_size=1024):
-        yield from ((row, f"{file}, row {next(numbers)}") for row in batch.to_pylist())
+        for row in batch.to_pylist():
+            yield row_of_table(row), f"{file}, row {next(numbers)}"
 
 
 READERS = {

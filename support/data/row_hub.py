@@ -21,6 +21,7 @@ from support.data.rows import (
     Source,
     columns_of_table,
     read_row,
+    row_of_table,
 )
 from support.errors import UserError, refused_as
 from support.files.atomic import digest_of_json
@@ -107,7 +108,7 @@ def rows_of_table(
             place: Position = {"row": number, "state": state}
             if (row := next(iterator, None)) is None:
                 return
-            yield place, read_row(row, f"{where}, row {number + 1}", options)
+            yield place, read_row(row_of_table(row), f"{where}, row {number + 1}", options)
 
     with reading(where):
         yield from join_articles(rows()) if name == "wikitext" else rows()

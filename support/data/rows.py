@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from support.data.conversations import Content, Message, Template, convert
 from support.data.facts import Kinds
+from support.data.tools import Tool
 from support.errors import UserError
 from support.files.user_files import printable, shown
 from support.settings.data import DataSettings
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 # A format's name, the keys that its rows have, and further keys that are read. The first that fits
 # is used.
 FORMATS = (
-    ("messages", ("messages",), ()),
-    ("ShareGPT (conversations)", ("conversations",), ("system",)),
-    ("prompt and completion", ("prompt", "completion"), ()),
+    ("messages", ("messages",), ("tools",)),
+    ("ShareGPT (conversations)", ("conversations",), ("system", "tools")),
+    ("prompt and completion", ("prompt", "completion"), ("tools",)),
     ("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system")),
     ("text", ("text",), ()),
 )
-# Keys whose values would not be trained on. A row with a value of one of them cannot be used,
-# except a text, of which they are not read.
+# Keys whose values would not be trained on. A row with a value of one of them that its format does
+# not read cannot be used, except a text.
 UNSUPPORTED = (
     *("tools", "functions", "history", "images", "image", "videos", "video", "audios", "audio"),
 )
@@ -57,13 +58,18 @@ class Row:
     pieces: Iterable[str] = ()  # of a document: the text, in one or more pieces
     is_file: bool = False  # whether the document is a text file, of any length
     messages: Sequence[Message] = ()  # of a conversation
+    tools: Sequence[Tool] = ()  # that the assistant may call
+    untrained: Sequence[int] = ()  # numbers of the messages with the weight 0
     context: int = 0  # messages at the beginning of a conversation that have no loss
     prompt: str = ""
     completion: str = ""
+    trains_all: bool = False  # all tokens of a conversation or a pair have a loss
 
     def as_json(self) -> str:
         """Return the content of a conversation or a pair as JSON, for a digest."""
         content = [self.prompt, self.completion] if self.kind == "pair" else self.messages
+        if self.tools or self.untrained:
+            return json.dumps([content, self.context, self.tools, self.untrained], sort_keys=True)
         return json.dumps([content, self.context] if self.context else content, sort_keys=True)
 
 
@@ -96,6 +102,7 @@ class RowOptions(NamedTuple):
     # --completion_column. Only formats with these keys are considered.
     columns: tuple[tuple[str, str], ...] = ()
     chat_template: Template = None  # of the tokenizer
+    train_on: str = "assistant"  # --train_on
 
     @classmethod
     def of(cls, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> RowOptions:
@@ -106,7 +113,7 @@ class RowOptions(NamedTuple):
             "completion": data.completion_column,
         }
         named = tuple((key, name) for key, name in columns.items() if name)
-        return cls(named, tokenizer.chat_template)
+        return cls(named, tokenizer.chat_template, data.train_on)
 
 
 # ---------------------------------------------------------------------------------- formats of rows
@@ -139,7 +146,23 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from error
     also = () if name == "text" else UNSUPPORTED
-    return [column for column in (*read.values(), *also) if column in columns]
+    wanted = dict.fromkeys((*read.values(), *also))
+    return [column for column in wanted if column in columns]
+
+
+def row_of_table(row: dict[str, object]) -> dict[str, object]:
+    """Return a row of a table without the keys inside its values that are None.
+
+    A table gives all objects of a column the same keys, so an argument that a tool call does not
+    have is None there.
+    """
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def lists_in(value: object, path: str = "") -> Iterator[str]:
@@ -183,10 +206,10 @@ def read_row(row: object, where: str, options: RowOptions) -> Row | BadRow:
                 raise ValueError(f"'text' is not a string but {shown(text, 40)}")
             text.encode()
             return Row(where, pieces=[text])
-        if lost := [key for key in UNSUPPORTED if row.get(key)]:
+        if lost := [key for key in UNSUPPORTED if row.get(key) and key not in columns.values()]:
             raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
         content: Content = {"format": name, **convert(values, options.chat_template)}
-        return Row(where, **content)
+        return Row(where, **content, trains_all=options.train_on == "all")
     except UnicodeEncodeError:
         return BadRow(f"{where}: not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file).")
     except ValueError as error:

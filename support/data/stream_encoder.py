@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from support.data.chat import Encoder, use_plain_template
+from support.data.chat import Encoder
+from support.data.chat_template import use_plain_template
 from support.data.corpus import TEXT_IS_PACKED
 from support.data.examples import encode_example
 from support.data.rows import BadRow
-from support.data.special_tokens import document_start, end_finder
+from support.data.special_tokens import document_start
 from support.data.stream_state import Ends
 from support.data.stream_units import Unit
 from support.data.tokenize import DocumentTokenizer
@@ -44,7 +44,6 @@ class UnitEncoder:
         self._seq_length, self._packing = seq_length, packing
         # The ids before the first document, and before each later one.
         self._first, self._later = (document_start(tokenizer, n) for n in (True, False))
-        self._end_of_answer: Callable[[np.ndarray], int] | None = None  # known with the first row
 
     def encode(self, unit: Unit) -> EncodedUnit | BadRow:
         """Return the ids of a unit, or a BadRow.
@@ -72,14 +71,10 @@ class UnitEncoder:
         encoded = encode_example(self._examples, unit.row)
         if isinstance(encoded, BadRow):
             return encoded
-        ids = encoded[: self._seq_length]
+        ids, end = encoded.ids[: self._seq_length], encoded.end
         if not (ids[1:] >= 0).any():  # no target remains
             return EncodedUnit(None, "skipped")
-        if self._end_of_answer is None:  # all rows are of one kind
-            ends = self._examples.ends_of_turns if unit.row.kind == "chat" else ()
-            self._end_of_answer = end_finder(self.documents.tokenizer, ends)
-        end = self._end_of_answer(encoded)
         self.ends["trained"] += 0 < end <= len(ids)
         self.ends["cut"] += end > len(ids)
         self.ends["examples"] += 1
-        return EncodedUnit(ids, "truncated" if len(encoded) > len(ids) else "")
+        return EncodedUnit(ids, "truncated" if len(encoded.ids) > len(ids) else "")

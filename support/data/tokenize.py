@@ -216,14 +216,15 @@ def _write_split(
     (sizes, are_exact), counted = bytes_by_id(tokenizer), 0
     has_examples = facts["kind"] in ("chat", "pair")
     if has_examples:
-        dtype = "int32"
-        encoded, end_of_answer = _encode_examples(usable, facts["kind"], tokenizer, text, refuse)
+        from support.data.examples import encode_examples
+
+        dtype, encoded = "int32", encode_examples(usable, tokenizer, text.add, refuse)
     else:
         # Not len(tokenizer): the ids of some vocabularies have gaps.
         dtype = "uint16" if len(sizes) <= 1 << 16 else "uint32"
         encoded = _encode_documents(usable, tokenizer, text)
     with open(f"{path}.bin", "wb") as file:
-        for ids, characters in encoded:
+        for ids, characters, answer in encoded:
             content = ids.astype(dtype).tobytes()
             file.write(content)
             tokens.add(content)
@@ -231,7 +232,6 @@ def _write_split(
             facts["tokens"] = end
             if has_examples:  # the first token is not predicted from anything
                 target = start + 1 + int((ids[1:] >= 0).argmax())
-                answer = end_of_answer(ids)
                 facts["ended"] += bool(answer)
                 index.append((start, end, target, start + answer))
             else:
@@ -266,26 +266,10 @@ def _usable(
             yield row
 
 
-def _encode_examples(
-    rows: Iterable[Row],
-    kind: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    text: _Digest,
-    refuse: Callable[[BadRow], None],
-) -> tuple[Iterator[tuple[np.ndarray, int]], Callable[[np.ndarray], int]]:
-    """Return an iterator over the ids of examples, and their characters; and an `end_finder`."""
-    from support.data.chat import Encoder
-    from support.data.examples import encode_examples
-
-    ends = Encoder(tokenizer).ends_of_turns if kind == "chat" else ()
-    encoded = encode_examples(rows, tokenizer, text.add, refuse)
-    return encoded, special_tokens.end_finder(tokenizer, ends)
-
-
 def _encode_documents(
     rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, text: _Digest
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of one stream, and their characters; the digest gets the text."""
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield the ids of one stream, their characters, and 0; the digest gets the text."""
     documents = DocumentTokenizer(tokenizer)
     first, later = (
         np.array(special_tokens.document_start(tokenizer, n), np.uint32) for n in (True, False)
@@ -304,7 +288,7 @@ def _encode_documents(
         for (_, before), ids in zip(batch, documents.encode(batch), strict=True):
             stream += [ids] if before else [start, ids]
             start = later
-        yield np.concatenate(stream), characters
+        yield np.concatenate(stream), characters, 0
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:

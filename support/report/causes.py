@@ -23,7 +23,7 @@ RATE, ROUNDING, EVALUATIONS = "the learning rate", "rounding", "evaluations"
 EFFECTS = {
     "the model": """parameters, shapes, lora_r, lora_alpha, lora_targets, lora_rslora,
         lora_dora, load_in_4bit, model, model_revision, from_scratch, frozen weights""",
-    "the tokens": """tokenizer, template, chat_template, data digest, token digest,
+    "the tokens": """tokenizer, template, chat_template, train_on, data digest, token digest,
         rendered template, tokens that begin a document""",
     "the order of the data": """seed, sequences, num_samples, validation_split,
         validation_split_percentage, streaming, shuffle_buffer""",

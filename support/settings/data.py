@@ -94,6 +94,12 @@ class DataSettings:
         "Jinja template of conversations (default: the tokenizer's, else a plain one)",
         metavar="FILE",
     )
+    train_on: str = flag(
+        "assistant",
+        flag_types.choice,
+        "what is trained of conversations and pairs: the assistant's messages, or all",
+        choices=("assistant", "all"),
+    )
     streaming: bool = switch(False, "read and tokenize while training; needs --max_steps")
     shuffle_buffer: int = flag(
         1000,

@@ -112,6 +112,64 @@ def test_only_the_assistants_tokens_are_learned(script, llama, tokenizer, tmp_pa
     assert run.results["tokens"] == sum(len(ids) for ids, _ in wanted)
 
 
+# The sequences of the small model are short, so the template writes only the names of the tools.
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool['function']['name'] + '\n' }}{% endfor %}"
+    "{% for m in messages %}[{{ m['role'] }}]\n{% if m['role'] == 'assistant' %}"
+    "{{ m['content'] or '' }}{% for call in m['tool_calls'] %}"
+    "(call){{ call['function']['arguments'] | tojson }}{{ call['function']['name'] }}{% endfor %}"
+    "{{ eos_token }}{% else %}{{ m['content'] | trim }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+TOOL_TEXTS = [
+    'find\n[user]\nThe fox?\n[assistant]\n<(call){"it": "fox"}find<|end|>>\n[tool]\nlazy\n'
+    "[assistant]\n<It jumps over.<|end|>>\n",
+    "[user]\nfox?\n[assistant]\nthe dog<|end|>\n[user]\nfox?\n[assistant]\n<the dog<|end|>>\n",
+]
+
+
+def tool_rows(arguments='{"it": "fox"}'):
+    """The rows of TOOL_TEXTS."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "find", "arguments": arguments}}]
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    turns = [("user", "The fox?"), ("tool", "lazy"), ("assistant", "It jumps over.")]
+    [asked, result, said] = chat(turns)["messages"]
+    repeated = chat([("user", "fox?"), ("assistant", "the dog")] * 2)
+    repeated["messages"][1]["weight"] = 0
+    tools = json.dumps([{"name": "find", "parameters": {}}])
+    return [{"messages": [asked, called, result, said], "tools": tools}, repeated]
+
+
+def test_tool_calls_and_weights(script, llama, tokenizer, tmp_path):
+    """Only the calls and the answers are learned, but none with the weight 0; a bad call ends."""
+    file, cache = as_lines(tmp_path / "chat.jsonl", tool_rows()), tmp_path / "cache"
+    (tmp_path / "template.jinja").write_text(TOOL_TEMPLATE)
+    work = ["--model", llama, "--chat_template", tmp_path / "template.jinja", *STILL]
+    work += ["--seq_length", "128", "--cache_dir", cache, "--dataset"]
+    run = script(*work, file, "--batch_size", "2", "--validation_file", file)
+    wanted = [expected(tokenizer, text) for text in TOOL_TEXTS]
+    assert cached(cache) == cached(cache, "validation") == wanted
+    assert all(len(ids) <= 128 for ids, _ in wanted)
+    assert run.losses[0] == pytest.approx(loss_of(llama, wanted), rel=1e-4)
+    bad = as_lines(tmp_path / "bad.jsonl", tool_rows(arguments="the dog"))
+    run = script(*work, bad, "--batch_size", "2", ok=False)
+    assert run.code == 2 and f"{bad}, line 1: " in run.error and "'arguments'" in run.error
+    assert "Traceback" not in run.out + run.error
+
+
+def test_all_tokens_are_learned(script, llama, tokenizer, tmp_path):
+    """With --train_on all. A resume with another value is refused."""
+    file, out = as_lines(tmp_path / "chat.jsonl", map(chat, CHATS)), tmp_path / "out"
+    (tmp_path / "template.jinja").write_text(PLAIN)
+    work = ["--model", llama, "--chat_template", tmp_path / "template.jinja", *STILL, "--dataset"]
+    work += [file, "--validation_file", file, "--seq_length", "128", "--output_dir", out]
+    run = script(*work, "--train_on", "all", "--save_every", "1", folder=out)
+    ids = [expected(tokenizer, text)[0] for text in TEXTS]
+    everything = [(one, [1] * len(one)) for one in ids]
+    assert run.losses[0] == pytest.approx(loss_of(llama, everything), rel=1e-4)
+    run = script(*work, "--max_steps", "2", "--resume", folder=out, ok=False)
+    assert run.code == 2 and "train_on all in the checkpoint, assistant in this run" in run.error
+
+
 def test_a_conversation_without_a_template_gets_a_plain_one(script, tmp_path):
     file = as_lines(tmp_path / "chat.jsonl", [chat(turns) for turns in CHATS])
     flags = "--seq_length 128 --batch_size 2 --max_steps 1 --no_eval --generate".split()

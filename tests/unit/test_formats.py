@@ -147,13 +147,13 @@ def test_a_named_column_decides():
 IMAGE = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
 REFUSED = [
     ({"messages": turns(("user", IMAGE), ANSWER)}, "'image'"),
-    ({"messages": turns(QUESTION, ANSWER), "tools": [{"name": "f"}]}, "'tools'"),
+    ({**ALPACA, "tools": [{"name": "f"}]}, "'tools'"),
     ({"prompt": "a", "completion": "b", "image": "a.png"}, "'image'"),
-    ({"conversations": sharegpt(HUMAN, ("function_call", "{}"), GPT)}, "'function_call'"),
+    ({"conversations": sharegpt(HUMAN, ("function_call", "{}"), GPT)}, "'name'"),
     ({"messages": [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]}, "reaso"),
     ({"messages": [{"role": "assistant", "content": None}]}, "'content' is not a string"),
     ({"messages": [{"role": ["user"], "content": "Yes."}]}, "has the role"),
-    ({"messages": [{"role": "assistant", "content": "Yes.", "tool_calls": [1]}]}, "tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "Yes.", "tool_calls": [1]}]}, "the tool calls"),
     ({"prompt": turns(QUESTION), "completion": "b"}, "'completion' is not a list"),
     ({**ALPACA, "history": [["a", "b"]]}, "'history'"),
     ({"instruction": "a", "response": "b"}, "--completion_column"),
@@ -191,10 +191,10 @@ def test_only_the_completion_of_a_conversation_is_trained(template):
     tokenizer.chat_template = template
 
     def trained_text(row):
-        ids = encode_example(Encoder(tokenizer), read_row(row, "line 1", RowOptions()))
-        if isinstance(ids, BadRow):
-            return str(ids)
-        return text_of(tokenizer, ids[ids >= 0]).replace(";", "")
+        example = encode_example(Encoder(tokenizer), read_row(row, "line 1", RowOptions()))
+        if isinstance(example, BadRow):
+            return str(example)
+        return text_of(tokenizer, example.ids[example.ids >= 0]).replace(";", "")
 
     prompt = turns(("user", "fox?"), ("assistant", "the dog"), ("user", "fox?"))
     row = {"prompt": prompt, "completion": turns(("assistant", "the dog"))}

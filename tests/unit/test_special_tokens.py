@@ -11,6 +11,7 @@ import pytest
 from streams import ids_of, stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 from tokenizers import decoders
+from tool_templates import QWEN, with_template
 
 from support.checkpoints.signature import refuse_other_run
 from support.cli.parse import parse_arguments
@@ -100,7 +101,8 @@ def notices(file, tokenizer, folder, capsys, *flags):
     padding = Padding(data.seq_length, 8)
     open_corpus(data, settings.training, ctx, tokenizer, padding, str(file))
     found.append(capsys.readouterr().out)
-    stream = stream_of(file, tokenizer, packing=data.packing, seq_length=data.seq_length)
+    options = {"packing": data.packing, "train_on": data.train_on}
+    stream = stream_of(file, tokenizer, seq_length=data.seq_length, **options)
     stream.first_sequence()
     found.append(capsys.readouterr().out)
     return [[line for line in out.splitlines() if "ℹ️" in line] for out in found]
@@ -115,6 +117,51 @@ def test_no_answer_ends_with_a_trained_end_token(tmp_path, capsys, name):
         assert len(lines) == (told is not None), lines
         assert told is None or told in lines[0]
         assert told in (None, "line break") or "No answer ends" in lines[0]
+
+
+# With --train_on all, what follows an answer is trained, also outside of a block and after text.
+ENDS_WITH_ALL = {"behind the block", "a line break, behind the block", "text before it"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_answer_ends_with_a_trained_end_token_although_all_is_trained(tmp_path, capsys, name):
+    template, told = TEMPLATES[name]
+    tokenizer = chat_tokenizer(template)
+    found = notices(conversations(tmp_path), tokenizer, tmp_path, capsys, "--train_on", "all")
+    for lines in found:
+        is_told = told not in (None, "line break") and name not in ENDS_WITH_ALL
+        assert ["No answer ends" in line for line in lines if "line break" not in line] == (
+            [True] * is_told
+        )
+
+
+def test_the_end_of_the_question_is_not_that_of_the_answer(tmp_path, capsys):
+    """With --train_on all, if --seq_length cuts off the answers; both end with the same token."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "fox " * 99}]
+    file = as_rows(tmp_path / "chat.jsonl", [{"messages": messages}] * 6)
+    flags = ["--train_on", "all", "--seq_length"]
+    tokenizer = with_template(QWEN)
+    for length, told in (("24", True), ("512", False)):
+        for lines in notices(file, tokenizer, tmp_path, capsys, *flags, length):
+            assert ["--seq_length cuts off" in line for line in lines] == [True] * told
+
+
+def test_the_notice_with_calls_only_and_with_the_weight_0(tmp_path, capsys):
+    function = {"name": "f", "arguments": {}}
+    asked = {"role": "user", "content": "?"}
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    file = as_rows(tmp_path / "calls.jsonl", [{"messages": [asked, called]}] * 6)
+    for template, told in ((QWEN, 0), (QWEN.replace("<|im_end|>", "<|stop|>"), 1)):
+        for lines in notices(file, with_template(template), tmp_path, capsys):
+            assert ["No answer ends" in line for line in lines] == [True] * told
+    # Only the last answer has an end.
+    template = answers() + EOS
+    for weights, told in (((1, 0), 1), ((0, 1), 0)):
+        said = [{"role": "assistant", "content": "Yes.", "weight": weight} for weight in weights]
+        rows = [{"messages": [asked, said[0], asked, said[1]]}] * 6
+        file = as_rows(tmp_path / f"weights{told}.jsonl", rows)
+        for lines in notices(file, chat_tokenizer(template), tmp_path, capsys):
+            assert ["No answer ends" in line for line in lines] == [True] * told
 
 
 def test_the_end_token_after_a_line_break_is_trained_and_the_next_turn_is_not(tmp_path):
