@@ -230,7 +230,7 @@ def train_and_evaluate(
             state.add_evaluation(eval_loss)  # early stopping may end the run
             run.log.log_evaluation(eval_loss)
             run.manager.after_evaluation(state)
-            finish.generate_at_evaluation(run, autocast(run.objects, ctx))  # the prompts, if asked
+            finish.generate_at_evaluation(run, autocast(run.objects, ctx))  # --generate_every_eval
         elif due:
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def run(args: Options, source: Source) -> None:
-    """Load the model and talk; the imports take seconds, which --help should not wait."""
+    """Load the model and talk; --help does not wait for these imports, which take seconds."""
     import torch
 
     from support.chat import speaker, terminal
