@@ -19,6 +19,7 @@ from support.strategies.table import STRATEGIES
 
 TRAINING = parse_arguments("--optim muon --lr 1e-2 --weight_decay 0.1".split()).training
 CPU = torch.device("cpu")
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 
 
 def new_model(family="gpt2"):
@@ -54,6 +55,7 @@ def test_the_matrices_of_the_blocks_are_those_of_muon(family):
     assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
 
 
+@needs_muon
 def test_updates_are_those_of_torch():
     """torch's two optimizers, each with its own parameters, for the same gradients."""
     ours = new_model()
@@ -75,6 +77,7 @@ def test_updates_are_those_of_torch():
         assert torch.allclose(mine, expected, atol=1e-6) and not torch.equal(mine, first[name])
 
 
+@needs_muon
 def test_a_transposed_matrix_has_the_transposed_update():
     """As GPT-2's layers store their weights. The mean square is that of AdamW's updates."""
     torch.manual_seed(0)
@@ -84,6 +87,7 @@ def test_a_transposed_matrix_has_the_transposed_update():
     assert update.square().mean().sqrt() == pytest.approx(0.2 * 0.01, rel=0.2)
 
 
+@needs_muon
 def test_states_are_the_same_after_a_save_and_a_load(tmp_path):
     """A matrix of a block has one average, the others have two moments."""
     first = new_model()
