@@ -136,13 +136,18 @@ def test_no_answer_ends_with_a_trained_end_token_although_all_is_trained(tmp_pat
 
 
 def test_the_end_of_the_question_is_not_that_of_the_answer(tmp_path, capsys):
-    """With --train_on all, if --seq_length cuts off the answers; both end with the same token."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "fox " * 99}]
-    file = as_rows(tmp_path / "chat.jsonl", [{"messages": messages}] * 6)
+    """With --train_on all, if --seq_length cuts off the answers; both end with the same token.
+
+    What follows the first answer does not count.
+    """
+    asked = {"role": "user", "content": "a"}
+    short, long = ({"role": "assistant", "content": "fox " * n} for n in (1, 99))
     flags = ["--train_on", "all", "--seq_length"]
-    tokenizer = with_template(QWEN)
-    for length, told in (("24", True), ("512", False)):
-        for lines in notices(file, tokenizer, tmp_path, capsys, *flags, length):
+    cases = [("24", [asked, long], True), ("512", [asked, long], False)]
+    cases += [("48", [asked, short, asked, long, asked], False)]
+    for number, (length, messages, told) in enumerate(cases):
+        file = as_rows(tmp_path / f"{number}.jsonl", [{"messages": messages}] * 6)
+        for lines in notices(file, with_template(QWEN), tmp_path, capsys, *flags, length):
             assert ["--seq_length cuts off" in line for line in lines] == [True] * told
 
 

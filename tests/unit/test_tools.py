@@ -110,6 +110,17 @@ def test_the_calls_and_the_answers_are_trained(name):
     assert np.array_equal(encoded(same, template)[0].ids, encoded(ROW, template)[0].ids)
 
 
+def test_a_tokenizer_with_a_template_for_tools():
+    """Its blocks count for rows with tools, those of the other one for rows without."""
+    end = "{{- '<|im_end|>' }}{%- endgeneration %}"
+    assert end in QWEN_BLOCKS
+    without_end = QWEN_BLOCKS.replace(end, "{%- endgeneration %}{{- '<|im_end|>' }}")
+    templates = {"default": QWEN, "tool_use": without_end}
+    call_of_row, answer = TRAINED["Qwen"][1:]
+    assert trained(ROW, templates) == (call_of_row + answer).replace("<|im_end|>", "")
+    assert trained({"messages": ASKED}, templates) == call_of_row + answer
+
+
 def test_a_call_in_the_middle_and_several_calls():
     """Two calls in one message, text before them, the same call twice, questions after it."""
     first = calls(call(PARIS), call({"city": "Rome"}), content="I look.")
