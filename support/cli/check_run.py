@@ -1,10 +1,7 @@
 """The first checks of a run, before it imports torch."""
 
 import importlib.util
-from importlib.metadata import version
 from pathlib import Path
-
-from packaging.version import Version
 
 from support.cli import checks
 from support.errors import MissingRequirement, UserError
@@ -54,8 +51,15 @@ def check_run(settings: Settings, is_restart: bool) -> None:
 
 def check_torch(optim: str) -> None:
     """Check that the installed torch has the optimizer of --optim, without importing it."""
-    oldest, installed = OPTIMIZERS[optim].torch, version("torch")
-    if oldest and Version(installed) < Version(oldest):
+    if (oldest := OPTIMIZERS[optim].torch) is None:
+        return
+    # Most runs, and --help, do without these imports.
+    from importlib.metadata import version
+
+    from packaging.version import Version
+
+    installed = version("torch")
+    if Version(installed) < Version(oldest):
         raise MissingRequirement(
             f"--optim {optim} needs torch {oldest} or newer, and this is {installed}: "
             "pip install --upgrade torch, or use another --optim."

@@ -113,7 +113,7 @@ def test_states_are_the_same_after_a_save_and_a_load(tmp_path):
 
 
 def test_an_older_torch_is_named(monkeypatch):
-    monkeypatch.setattr(check_run, "version", lambda name: "2.8.0+cu126")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.8.0+cu126")
     check_run.check_torch("adamw")
     with pytest.raises(MissingRequirement, match="muon needs torch 2"):
         check_run.check_torch("muon")
