@@ -221,5 +221,6 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(terminal):
 @pytest.mark.slow
 def test_ctrl_c_without_an_answer_ends_the_program(terminal):
     terminal.wait_for("> ")
+    time.sleep(1)  # a signal between the prompt and the read would wait for the next key
     os.kill(terminal.process.pid, signal.SIGINT)
     assert terminal.process.wait(30) == 130
