@@ -41,7 +41,7 @@ def main() -> None:
     add("--temperature", type=flag_types.real(100, zero=True), default=0.8, help=temperature)
     top_p = "draw from the likeliest tokens of this total probability (default: %(default)s)"
     add("--top_p", type=flag_types.real(1), default=0.95, help=top_p)
-    seed = "the same answers to the same texts (default: others each time)"
+    seed = "the same answers to the same texts (default: different each time)"
     add("--seed", type=flag_types.whole(0, 2**63 - 1), help=seed)
     longest = "of an answer (default: %(default)s)"
     add("--max_new_tokens", type=flag_types.block_length, default=256, help=longest)

@@ -34,7 +34,7 @@ def separate_matrices(groups: list[dict], blocks: list[nn.Module]) -> list[dict]
     """Return parameter groups for Muon, the first of which has the matrices that it updates.
 
     Args:
-        groups: a group of matrices and embeddings, and others.
+        groups: the matrices and embeddings, then the other groups.
         blocks: the transformer blocks. Embeddings and the output layer are outside of them.
     """
     in_blocks = {id(p) for block in blocks for p in block.parameters() if p.dim() == 2}

@@ -72,7 +72,7 @@ class Conversation:
             except ValueError as error:
                 raise UserError(f"--system: {error}: leave it out.") from error
             if not kept:
-                raise UserError("--system: this model's chat template has no place for it.")
+                raise UserError("--system: this model's chat template ignores the system message.")
 
     def ask(self, text: str) -> Input:
         """Add a message of the user, and return the ids of the conversation.
@@ -83,17 +83,17 @@ class Conversation:
             Unanswerable: the message alone is too long.
             UserError: the chat template refuses the conversation.
         """
-        self.messages.append({"role": "user", "content": text})
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         left_out = 0
-        while len(ids := self._encode()) > self.most and len(self.messages) > 1:
-            del self.messages[:2]
+        while len(ids := self._encode(messages)) > self.most and len(messages) > 1:
+            del messages[:2]
             left_out += 1
         if len(ids) > self.most:
-            self.messages.clear()
             raise Unanswerable(
                 f"The message has {len(ids)} tokens in the chat template, and the model takes "
                 f"{self.most} here: shorten it."
             )
+        self.messages = messages
         what = "turn is" if left_out == 1 else f"{left_out} turns are"
         notice = f"The conversation is too long for the model: its oldest {what} left out."
         return Input(ids, notice if left_out else "")
@@ -109,9 +109,9 @@ class Conversation:
     def _render(self, messages: list[Message]) -> str:
         return self.template.render(Chat([*self.system, *messages]), add_generation_prompt=True)
 
-    def _encode(self) -> list[int]:
+    def _encode(self, messages: list[Message]) -> list[int]:
         try:
-            text = self._render(self.messages)
+            text = self._render(messages)
         except ValueError as error:
             raise UserError(f"The conversation cannot be rendered: {error}.") from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

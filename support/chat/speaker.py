@@ -14,10 +14,10 @@ from support.chat.conversation import Conversation, Texts
 from support.chat.source import Source
 from support.cluster import gpus, tuning
 from support.cluster.context import DTYPES
-from support.data.chat_template import ChatTemplate
 from support.errors import UserError, first_line
 from support.model import weights
 from support.model.config import max_positions, read_config, read_generation_config
+from support.model.generate import end_ids
 from support.model.resolve import be_quiet
 from support.model.tokenizer import read_tokenizer
 from support.units import human_count
@@ -136,16 +136,12 @@ class Speaker:
         Args:
             room: positions that are left.
         """
-        own = self.generation.eos_token_id
-        found = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
-        if self.is_chat:  # a turn may end with another token than a text
-            tokens = ChatTemplate(self.tokenizer).ends_of_turns
-            found |= {*self.tokenizer.convert_tokens_to_ids(tokens)}
-        ends = sorted(found - {None})
+        ends = sorted(end_ids(self.tokenizer, self.generation, self.is_chat))
         options = copy.deepcopy(self.generation)
         options.update(
             max_new_tokens=min(sampling.max_new_tokens, room),
             max_length=None,
+            num_beams=1,  # a streamer cannot print several
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature or None,
             top_p=sampling.top_p if sampling.temperature else None,

@@ -117,6 +117,13 @@ class Encoder:
             if message["role"] == "assistant" and number not in numbers:
                 start, end = (self._length(chat, n, ids) for n in (number, number + 1))
                 mask[start:end] = False
+            elif number in numbers and "tool_calls" in message:
+                start, end = (self._length(chat, n, ids) for n in (number, number + 1))
+                if not mask[start:end].any():
+                    raise ValueError(
+                        "the {% generation %} blocks of the chat template leave out tool calls: "
+                        "extend them (--chat_template FILE)"
+                    )
         return ids, mask
 
     def _length(self, chat: Chat, count: int, ids: list[int]) -> int:
@@ -139,7 +146,12 @@ class Encoder:
         ids = self._ids(text)
         mask = np.ones(len(ids), dtype=bool)
         if untrained:
-            mask = ~self._answers(chat, text, untrained)[1]
+            left_out = self._answers(chat, text, untrained)[1]
+            if not left_out.any():
+                raise ValueError(
+                    "the chat template does not show where a message without a loss is"
+                )
+            mask = ~left_out
         if not mask[1:].any():
             raise ValueError("no token is trained")
         return Example(_masked(ids, mask), self._end_in_whole(chat, text, answers - untrained))
@@ -151,7 +163,7 @@ class Encoder:
             return 0
         try:
             ids, mask = self._answers(chat, text, trained)
-        except ValueError:  # the template changes the answers: the first end token will do
+        except ValueError:  # the template changes the answers: use the first end token
             ids = self._ids(text)
             mask = np.ones(len(ids), dtype=bool)
         first = int(mask.argmax())

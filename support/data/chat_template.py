@@ -31,7 +31,7 @@ UNKNOWN_POSITION = (
     "{{% generation %}} blocks (--chat_template)"
 )
 
-OTHER = "use another --chat_template FILE, or a model whose template writes it"
+OTHER = "use another --chat_template FILE, or a model whose template writes all parts"
 # A tool and its call, to find out which form of the arguments a template expects. Mistral's checks
 # the length of the id.
 EXAMPLE_TOOL: Tool = {
@@ -159,9 +159,12 @@ class ChatTemplate:
         Raises:
             ValueError: it leaves one out. A model would be trained on answers without their cause.
         """
+        texts = [text_of(message).strip() for message in chat.messages]
         for number, message in enumerate(chat.messages):
-            # If it is not there as it is, the template leaves it out, or changes it.
-            if text_of(message).strip() not in text:
+            # If it is not there as it is, the template leaves it out, or changes it. What another
+            # message repeats may be there without it.
+            repeated = any(texts[number] in other for n, other in enumerate(texts) if n != number)
+            if texts[number] and (repeated or texts[number] not in text):
                 self._check_writes({number: {**message, "content": MARK.format(number)}}, chat)
         self._check_tools(chat, text)
 

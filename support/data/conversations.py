@@ -170,7 +170,7 @@ def _is_trained(message: object, role: str) -> bool:
     if not isinstance(train, bool | None):
         raise ValueError(f"a message has 'train': {shown(repr(train))}: use true or false")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise ValueError(f"a message has the weight {shown(weight)}: only 0 and 1 are supported")
+        raise ValueError(f"a message has the weight {shown(repr(weight))}: use 0 or 1")
     if train is not None and weight is not None and train != weight:
         raise ValueError(f"a message has 'train': {train} and the weight {weight}: leave one out")
     if train and role != "assistant":

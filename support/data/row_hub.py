@@ -87,7 +87,9 @@ def open_hub(name: str, data: DataSettings, options: RowOptions, needs_train: bo
         selected = table.select_columns(columns)
         splits[role] = partial(rows_of_table, selected, name, f"{flag}, {role}", options)
     commits = [(role, table._fingerprint) for role, table in tables.items()]
-    return Source(digest_of_json([columns, options, name == "wikitext", commits]), splits)
+    return Source(
+        digest_of_json([columns, options.for_digest(), name == "wikitext", commits]), splits
+    )
 
 
 def rows_of_table(

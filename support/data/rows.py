@@ -115,6 +115,19 @@ class RowOptions(NamedTuple):
         named = tuple((key, name) for key, name in columns.items() if name)
         return cls(named, tokenizer.chat_template, data.train_on)
 
+    def for_digest(self) -> list[object]:
+        """Return what the fingerprint of a corpus contains, as JSON.
+
+        A default of a later version is left out, so that checkpoints of earlier streams resume.
+        """
+        return [self.columns, self.chat_template, *[self.train_on] * (self.train_on != "assistant")]
+
+    def __repr__(self) -> str:
+        """Return the same as text, in the form of earlier versions."""
+        names = ("columns", "chat_template", "train_on")
+        values = zip(names, self.for_digest(), strict=False)
+        return f"RowOptions({', '.join(f'{name}={value!r}' for name, value in values)})"
+
 
 # ---------------------------------------------------------------------------------- formats of rows
 

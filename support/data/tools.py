@@ -65,7 +65,11 @@ def _call(call: Mapping[str, object]) -> ToolCall:
     if call.get("type") not in (None, "function") or not isinstance(name, str) or not name.strip():
         raise ValueError(f"a tool call has no function with a 'name': {shown(repr(call), 60)}")
     assert isinstance(function, dict)
-    arguments, what = function.get("arguments"), f"the 'arguments' of the tool call {shown(name)}"
+    # Some datasets have none for a function without parameters.
+    arguments, what = (
+        function.get("arguments") or {},
+        f"the 'arguments' of the tool call {shown(name)}",
+    )
     if isinstance(arguments, str):
         arguments = _parsed(arguments, what)
     if not isinstance(arguments, dict):

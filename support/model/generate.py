@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from support import console
 from support.cluster.context import DistContext
 from support.data.chat import Prompt
+from support.data.chat_template import ChatTemplate
 from support.model.config import max_positions
 from support.model.spec import ModelSpec
 
@@ -40,10 +42,7 @@ def generate(
     positions = max_positions(spec.config) or 2**31
     prompt_ids = prompt.ids[-(positions - 1) :]
     ids = torch.tensor([prompt_ids], device=ctx.device)
-    ends = {spec.tokenizer.eos_token_id}
-    if prompt.is_chat:  # a turn may end with another token than a text
-        more = spec.generation.eos_token_id
-        ends |= {*more} if isinstance(more, list) else {more}
+    ends = end_ids(spec.tokenizer, spec.generation, prompt.is_chat)
     generator, cache = torch.Generator().manual_seed(seed), None
     for _ in range(min(NEW_TOKENS, positions - ids.shape[1])):
         # The compiled graphs are for sequences of one length.
@@ -67,6 +66,22 @@ def generate(
         text = spec.tokenizer.decode(answer, skip_special_tokens=True).strip()
     console.print0(f"💬 {text}")
     return text
+
+
+def end_ids(
+    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, is_chat: bool
+) -> set[int]:
+    """Return the ids at which generation ends.
+
+    A turn of a conversation may end with another token than a text: one of the generation
+    configuration, or of the chat template, which a base model's configuration does not have.
+    """
+    found = {tokenizer.eos_token_id}
+    if is_chat:
+        more = generation.eos_token_id
+        found |= {*more} if isinstance(more, list) else {more}
+        found |= {*tokenizer.convert_tokens_to_ids(ChatTemplate(tokenizer).ends_of_turns)}
+    return {each for each in found if each is not None}
 
 
 def _sample(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -25,7 +25,7 @@ SCALE = "match_rms_adamw"  # torch.optim.Muon's name of the factor 0.2 · √max
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """One optimizer that consists of Muon and AdamW.
+    """Muon and AdamW as one optimizer.
 
     Attributes:
         adamw: AdamW for the groups without "momentum"; None if there are none. It has the same
@@ -69,7 +69,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         average.lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(average, group["momentum"])  # Nesterov's momentum
         update = own_rows(update_of(whole(ahead, matrix), group["lr"]), matrix)
-        rows.mul_(1 - group["lr"] * group["weight_decay"]).add_(update)
+        # With CPU offload the rows are in host memory, and the update is on the GPU.
+        rows.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(rows.device))
 
 
 def update_of(momentum: torch.Tensor, lr: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ from support.checkpoints.loading import read_shards
 from support.checkpoints.saving import PieceWriter, write_shards
 from support.cli import check_run
 from support.cli.parse import parse_arguments
-from support.errors import MissingRequirement
+from support.errors import MissingRequirement, UserError
 from support.strategies import muon
 from support.strategies.table import STRATEGIES
 
@@ -117,3 +117,10 @@ def test_an_older_torch_is_named(monkeypatch):
     check_run.check_torch("adamw")
     with pytest.raises(MissingRequirement, match="muon needs torch 2"):
         check_run.check_torch("muon")
+
+
+def test_unequal_gpus_need_fsdp():
+    """Under dp each of them computes the whole update, and would round it differently."""
+    with pytest.raises(UserError, match="needs equal GPUs"):
+        parse_arguments(["--optim", "muon", "--rank_shares", "2,1"])
+    assert parse_arguments(["--optim", "muon", "--rank_shares", "2,1", "--strategy", "fsdp"])

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from streams import ids_of, stream_of, tokenized
 from tool_templates import DEEPSEEK, LLAMA, MISTRAL, QWEN, QWEN_BLOCKS, with_template
+from transformers import GenerationConfig
 
+from support.chat.conversation import Conversation, Unanswerable
 from support.checkpoints.signature import flags_signature, refuse_other_run
 from support.cli.parse import parse_arguments
 from support.data.chat import Encoder, Example
@@ -16,6 +18,7 @@ from support.data.examples import encode_example
 from support.data.row_files import rows_of_file
 from support.data.rows import BadRow, RowOptions, read_row
 from support.errors import UserError
+from support.model.generate import end_ids
 
 SCHEMA = {"name": "weather", "parameters": {"type": "object", "required": ["city"]}}
 TOOLS = [{"type": "function", "function": SCHEMA}]
@@ -245,7 +248,7 @@ BAD = {
     "calls that are no list": ({"messages": [{**said("x"), "tool_calls": 3}]}, "list of JSON"),
     "arguments that are no JSON": (with_call(arguments="city=Paris"), "are not JSON: 'city=Paris'"),
     "arguments that are a list": (with_call(arguments="[1]"), "not a JSON object but"),
-    "no arguments": (with_call(arguments=None), "not a JSON object but None"),
+    "a list of arguments": (with_call(arguments=[1]), "not a JSON object but [1]"),
     "deep arguments": (with_call(arguments="[" * 100_000), "are not JSON"),
     "arguments that are not UTF-8": (with_call(arguments={"city": "\ud800"}), "not UTF-8"),
     "half of a pair in JSON": (with_call(arguments='{"city": "\\ud800"}'), "not UTF-8"),
@@ -271,10 +274,13 @@ BAD = {
     "tools of a pair": ({"prompt": "a", "completion": "b", "tools": TOOLS}, "needs conversations"),
     "half a weight": (
         {"messages": [user("?"), said("x", weight=0.5)]},
-        "the weight 0.5: only 0 and",
+        "the weight 0.5: use 0 or 1",
     ),
     "a weight of true": ({"messages": [user("?"), said("x", weight=True)]}, "the weight True"),
-    "a weight as text": ({"messages": [user("?"), said("x", weight="0")]}, "the weight 0: only"),
+    "a weight as text": (
+        {"messages": [user("?"), said("x", weight="0")]},
+        "the weight '0': use 0 or 1",
+    ),
     "train: yes": ({"messages": [user("?"), said("x", train="yes")]}, "'train': 'yes': use true"),
     "train: 1": ({"messages": [user("?"), said("x", train=1)]}, "'train': 1: use true"),
     "both, and they differ": (
@@ -407,3 +413,56 @@ def test_a_resume_with_another_train_on_is_refused():
     refuse_other_run(before, signature(), forced=False)
     with pytest.raises(UserError, match="train_on assistant"):
         refuse_other_run(before, everything, forced=False)
+
+
+def test_blocks_that_leave_out_a_call_are_refused():
+    """Otherwise the call would have no loss, or one in spite of its weight, without a word."""
+    begin_of_calls, end = "{%- for call in message.tool_calls %}", "{%- endgeneration %}"
+    assert QWEN_BLOCKS.count(begin_of_calls) == QWEN_BLOCKS.count(end) == 1
+    moved = QWEN_BLOCKS.replace(end, "").replace(begin_of_calls, end + begin_of_calls)
+    unweighted = {"messages": [ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]}
+    for row, train_on in (({"messages": ASKED}, "assistant"), (unweighted, "all")):
+        assert "leave out tool calls" in trained(row, moved, train_on)
+
+
+def test_a_message_that_is_left_out_is_found_although_another_repeats_it():
+    other = "{%- else %}\n{{- '<|im_start|>'"
+    no_system = QWEN.replace(other, other.replace("else", "elif message.role == 'user'"))
+    assert no_system != QWEN
+    messages = [{"role": "system", "content": "Say it"}, user("Say it twice"), said("it it")]
+    assert "the message of the role 'system'" in trained({"messages": messages}, no_system)
+    assert "leaves out" not in trained({"messages": messages}, QWEN)
+
+
+@pytest.mark.parametrize("arguments", [None, ""])
+def test_a_call_without_arguments(arguments):
+    row = {"messages": [user("Now?"), calls(call(arguments)), result("12"), said("12.")]}
+    assert '"arguments": {}' in trained(row, QWEN)
+
+
+def test_the_default_of_train_on_changes_no_digest():
+    """A checkpoint of an earlier stream resumes; the digest is of these forms."""
+    options = RowOptions((("text", "body"),), "t")
+    assert repr(options) == "RowOptions(columns=(('text', 'body'),), chat_template='t')"
+    assert options.for_digest() == [(("text", "body"),), "t"]
+    every = options._replace(train_on="all")
+    assert repr(every) != repr(options) and every.for_digest() != options.for_digest()
+
+
+def test_a_conversation_keeps_its_history_if_a_message_is_too_long():
+    conversation = Conversation(with_template(QWEN), 60, None)
+    conversation.ask("How are you?")
+    conversation.answered("Well.")
+    before = [*conversation.messages]
+    with pytest.raises(Unanswerable):
+        conversation.ask("many words " * 99)
+    assert conversation.messages == before
+
+
+def test_an_answer_ends_with_the_token_of_the_template():
+    """A base model's configuration has that of a text only."""
+    tokenizer = with_template(QWEN)
+    ends = end_ids(tokenizer, GenerationConfig(eos_token_id=tokenizer.eos_token_id), is_chat=True)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in ends
+    alone = end_ids(tokenizer, GenerationConfig(), is_chat=False)
+    assert alone == {tokenizer.eos_token_id}
