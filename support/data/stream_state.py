@@ -56,7 +56,14 @@ class StreamState(Kinds):
     ends: Ends
 
 
-class Progress(TypedDict):
+class KindOfRows(TypedDict, total=False):
+    """What earlier versions did not save; as in `Kinds`."""
+
+    kind: str | None
+    formats: list[str]
+
+
+class Progress(KindOfRows):
     """The state of all ranks, in a checkpoint."""
 
     lanes: dict[str, Slot]  # by the number of the slot

@@ -68,7 +68,13 @@ class Stream:
         ranks = self._ctx.all_gather((self.state["slots"], own_bad))
         slots = {slot: state for states, _ in ranks for slot, state in states.items()}
         rows = sorted({row for _, rows in ranks for row in rows})
-        return {"lanes": slots, "bad": rows, "version": ROWS_VERSION}
+        return {
+            "lanes": slots,
+            "bad": rows,
+            "version": ROWS_VERSION,
+            "kind": self.state["kind"],
+            "formats": self.state["formats"],
+        }
 
     def summary(self) -> DatasetFacts:
         """Stop reading, and return the facts for results.json; every rank must call it."""
@@ -103,6 +109,9 @@ class Stream:
         if own:  # else it was saved before the first step
             console.print0(f"⏩ Reading the stream again up to row {begin['row']:,}")
             self.state |= {"slots": own, "rows": begin["row"], "passes": begin["pass"]}
+            self.state |= {"kind": state.get("kind"), "formats": state.get("formats", [])}
+            if kind := self.state["kind"]:  # also sets a missing chat template, for --generate
+                printing.print_format(self.state["formats"], kind, self._tokenizer)
 
     def step_batches(self, device: torch.device) -> Iterator[StepBatch]:
         """Yield the step batches of this rank, from where the last caller stopped."""

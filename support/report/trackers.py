@@ -1,6 +1,7 @@
 """--report_to: the numbers of metrics.jsonl in TensorBoard and in Weights & Biases."""
 
 import os
+import textwrap
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,9 @@ def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
 
     def log_texts(step: int, generated: list[GeneratedText]) -> None:
         for number, entry in enumerate(generated, 1):
-            writer.add_text(f"generated/{number}", f"{entry['prompt']}\n\n{entry['text']}", step)
+            text = f"{entry['prompt']}\n\n{entry['text']}"
+            # As a block of code, because TensorBoard renders Markdown.
+            writer.add_text(f"generated/{number}", textwrap.indent(text, "    "), step)
         writer.flush()
 
     return Tracker(log, log_texts, writer.close)

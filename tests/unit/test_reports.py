@@ -105,6 +105,15 @@ def test_every_flag_that_can_change_a_loss_is_compared():
     assert flags - {*NO_EFFECT} <= EFFECT_OF.keys()
 
 
+def test_another_learning_rate_with_equal_flags_is_named(ours):
+    """A run was resumed after a decay, which a whole run does not have at this step."""
+    other = [*LOSSES[:3], *(loss + 0.1 for loss in LOSSES[3:])]
+    decayed = steps(other)
+    decayed[2]["lr"] = 1e-4
+    found, text = compared(ours("a", steps()), ours("b", decayed))
+    assert found["likely_causes"] == ["the schedule before a resume"] and "learning rate" in text
+
+
 def test_losses_under_other_tokenizers_are_given_in_bits_per_byte(ours):
     other = [loss + 0.1 for loss in LOSSES]
     a = ours("a", steps(), soft={"tokenizer": "x"}, bits_per_byte=1.25)

@@ -121,6 +121,7 @@ def test_a_packed_stream_has_each_example_once_in_a_pass(pairs):
     for step in (0, 3, 6):
         resumed = stream_of(pairs, tokenizer, **flags)
         resumed.resume(places[step])
+        assert resumed.state["kind"] == "pair"  # known before the next row, as in the whole run
         again = resumed.step_batches(cpu)
         for batch in batches[step + 1 : step + 4]:
             assert all(map(torch.equal, next(again).micro_batches[0], batch))
