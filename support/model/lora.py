@@ -191,6 +191,8 @@ def _adapted_weight(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
         return weight
     inputs = 0 if layer.fan_in_fan_out else 1
     norms = torch.linalg.vector_norm(weight, dim=inputs, keepdim=True)
+    # Rounded as in training, where peft computes them in the dtype of the frozen weights.
+    norms = norms.to(layer.get_base_layer().weight.dtype).float()
     return layer.lora_magnitude_vector[ADAPTER].weight.view_as(norms) / norms * weight
 
 

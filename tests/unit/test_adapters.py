@@ -34,3 +34,15 @@ def test_scales():
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     Lora(16, 8.0, 0.0, ["q_proj"], "base", 0, rslora=True).attach(model)
     assert model.model.layers[0].self_attn.q_proj.scaling == {"default": 2.0}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_merged_adapters_that_have_learned_nothing_change_no_weight_in_16_bit(family):
+    """peft rounds the magnitudes and the norms of DoRA to the dtype of the frozen weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]).to(torch.bfloat16)
+    before = {name: weight.float() for name, weight in model.state_dict().items()}
+    Lora(4, 8.0, 0.0, "all-linear", "base", 0, dora=True).attach(model)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for name, weight in merged(model, trained):
+        assert torch.allclose(weight, before[name], rtol=1e-6, atol=0), name
