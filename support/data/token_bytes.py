@@ -23,7 +23,7 @@ def bytes_by_id(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, bool]:
     A tokenizer of bytes (GPT-2, Llama 3, Qwen) writes each byte as one character. One with byte
     fallback (Llama 2, Mistral, Gemma) writes a space as "▁", and a byte without a token of its own
     as <0xNN>; some add a space before a text. The tokens of all others may differ from the text:
-    normalized characters, unknown words, marks of the parts of a word.
+    normalized characters, unknown words, markers of subwords.
 
     Returns:
         int64 [largest id + 1], 0 for special tokens; and whether the tokenizer is of one of these

@@ -416,7 +416,7 @@ def test_a_resume_with_another_train_on_is_refused():
 
 
 def test_blocks_that_leave_out_a_call_are_refused():
-    """Otherwise the call would have no loss, or one in spite of its weight, without a word."""
+    """Otherwise the call would silently have no loss, or a loss although its weight is 0."""
     begin_of_calls, end = "{%- for call in message.tool_calls %}", "{%- endgeneration %}"
     assert QWEN_BLOCKS.count(begin_of_calls) == QWEN_BLOCKS.count(end) == 1
     moved = QWEN_BLOCKS.replace(end, "").replace(begin_of_calls, end + begin_of_calls)
