@@ -16,7 +16,6 @@ and how often it should save.
 """
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -30,7 +29,7 @@ from support import process, programs
 if __name__ == "__main__":
     process.catch_signals()
 
-from support.cli.parse import parse_arguments
+from support.cli.parse import read_command_line
 from support.cli.parser import Parser
 from support.cluster import setup_files
 from support.errors import TrainingError, UserError, redact
@@ -142,8 +141,7 @@ def main() -> None:
     else:
         # Parse the run file as the run will, so that an error in it is found before the queue. The
         # train_batch_size of DeepSpeed depends on the number of ranks.
-        os.environ["WORLD_SIZE"] = str(args.num_nodes * args.num_gpus_per_node)
-        parse_arguments(["--config", args.config])
+        read_command_line(["--config", args.config], args.num_nodes * args.num_gpus_per_node)
     if args.command == "launcher":
         text = setup_files.launch_script(args, made_by)
         following = f"bash {output}"
