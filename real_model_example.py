@@ -235,7 +235,10 @@ def train_and_evaluate(
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        train_epoch(run, rest_of_epoch(datasets, run, training, ctx), training, ctx)
+        steps = rest_of_epoch(datasets, run, training, ctx)
+        if training.skip_steps:
+            steps = run.without(steps, training.skip_steps)
+        train_epoch(run, steps, training, ctx)
         due = state.evaluation_is_due
 
 

@@ -11,7 +11,7 @@ from support.rank_shares import Entry, RankCounts
 # The counters that a checkpoint saves, with their values in a new run.
 NEW_RUN: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "best": None}
 NEW_RUN |= {"training_seconds": 0.0, "first_loss": None, "last_loss": None}
-NEW_RUN |= {"rank_sequences": []}
+NEW_RUN |= {"rank_sequences": [], "skipped_steps": []}
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class TrainState:
     first_loss: float | None = None  # of these steps
     last_loss: float | None = None
     stopped_early: bool = False
+    skipped_steps: list[int] = field(default_factory=list)  # of --skip_steps, in order
     ranks: RankCounts = field(default_factory=lambda: RankCounts([]))  # their sequences
 
     def counters(self) -> dict:
@@ -93,6 +94,11 @@ class TrainState:
         self.step_samples = min(self.global_batch, self.num_sequences - self.position)
         self.samples += self.step_samples
         self.step += 1
+
+    def skip(self) -> None:
+        """Count one optimizer step that was not made; the sequences of its batch are used."""
+        self.advance()
+        self.skipped_steps = [*self.skipped_steps, self.step]
 
     def add_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and decide on early stopping."""

@@ -35,6 +35,7 @@ COUNTERS = record(
     {},
     best=optional(record({"loss": is_number, "step": is_count, "waited": is_count})),
     training_seconds=is_number,
+    skipped_steps=list_of(is_count),
     rank_sequences=list_of(record({}, from_step=is_count, sequences=list_of(is_count))),
     **dict.fromkeys(("first_loss", "last_loss"), optional(is_number)),
     **dict.fromkeys(("step", "samples", "tokens"), is_count),

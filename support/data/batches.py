@@ -82,6 +82,7 @@ def train_state(
     """
     sequences = max(1, train.num_sequences)  # --eval_only may have none
     steps = total_steps(training, ctx.world_size, sequences, counters["step"], counters["samples"])
+    check_skipped_steps(training.skip_steps, counters)
     saved = {name: counters[name] for name in NEW_RUN}
     history = saved.pop("rank_sequences")
     first = initial_counts(training, ctx, rank_limits)
@@ -99,6 +100,21 @@ def train_state(
         ranks=RankCounts(history or [{"from_step": 1, "sequences": first}], rank_limits),
         **saved,
     )
+
+
+def check_skipped_steps(requested: tuple[int, ...], counters: dict) -> None:
+    """Check that no step of --skip_steps was trained before the checkpoint that is resumed.
+
+    Raises:
+        UserError: the weights of the checkpoint contain the update of such a step.
+    """
+    made = [step for step in requested if step <= counters["step"]]
+    if trained := [step for step in made if step not in counters["skipped_steps"]]:
+        raise UserError(
+            f"--skip_steps {trained[0]}: the checkpoint is of step {counters['step']} and contains "
+            f"the update of step {trained[0]}. Resume from an older one: --resume "
+            f"OUTPUT_DIR/checkpoints/step-N with N below {trained[0]}."
+        )
 
 
 def fits(rank_counts: list[int], others: list[int], rank_limits: list[int] | None) -> bool:

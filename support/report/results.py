@@ -86,6 +86,7 @@ def progress(state: TrainState) -> dict:
         "train_loss_first": state.first_loss,
         "train_loss_last": state.last_loss,
         "rank_sequences": state.ranks.at(state.step + 1),
+        "skipped_steps": state.skipped_steps,
     }
 
 

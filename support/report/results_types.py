@@ -33,6 +33,7 @@ TYPES: dict[str, Check] = {
     **dict.fromkeys(NUMBERS, is_number),
     "communication_per_step": dict_of(COLLECTIVE),
     "step_phases_seconds": dict_of(is_number),
+    "skipped_steps": list_of(is_count),
     "memory": record({}, categories_bytes_by_rank=list_of(optional(dict_of(optional(is_number))))),
     "tf32": is_switch,
     "versions": dict_of(is_text),

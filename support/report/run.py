@@ -8,6 +8,7 @@ from support.balance.balancer import Balancer
 from support.balance.timer import ForwardTimer
 from support.checkpoints.manager import CheckpointManager
 from support.cluster.context import DistContext
+from support.data.batches import StepBatches
 from support.memory.measure import StepMemory
 from support.rank_shares import AUTO
 from support.report.metrics_file import MetricsFile
@@ -35,6 +36,23 @@ class Run(NamedTuple):
     balance: Balancer  # --rank_shares auto: the sequences of each rank
     prompts: Prompts  # of --generate
 
+    def without(self, steps: StepBatches, skipped: tuple[int, ...]) -> StepBatches:
+        """Yield the step batches, except those of the steps `skipped`, which are only counted.
+
+        It ends early if an evaluation is due after a skipped step.
+        """
+        for step_batch in steps:
+            if self.state.step + 1 not in skipped:
+                yield step_batch
+                continue
+            self.state.skip()
+            self.log.log_skipped()
+            if self.manager.is_due(self.state):
+                self.manager.save(self.state)
+                self.meter.pause()
+            if self.state.evaluation_is_due or self.state.finished:
+                return
+
     @classmethod
     def open(
         cls,
@@ -51,7 +69,7 @@ class Run(NamedTuple):
         detailed = settings.debug.profile_memory or ctx.simulated
         step_memory = StepMemory(objects, memory.peak, detailed, of_loss)
         ctx.monitor.explain_memory_with(step_memory.describe)
-        meter = create_meter(ctx, memory, step_memory, state)
+        meter = create_meter(ctx, memory, step_memory, state, settings.training.skip_steps)
         trackers, trace = None, None
         if settings.output.report_to and ctx.is_main:
             flags = {**settings.flags(), "seq_length": spec.seq_length}

@@ -133,6 +133,21 @@ class StepLog:
             epoch.bar.close()
         self.meter.mark("data")  # logging is part of training: it delays the next step's data
 
+    def log_skipped(self) -> None:
+        """Record the optimizer step that `TrainState.skip` has just counted."""
+        epoch, state = self._epoch, self.state
+        assert epoch is not None  # `start_epoch` comes first
+        self.flush()
+        console.print0(
+            f"⏭️  Step {state.step} skipped: the model is not trained on its "
+            f"{state.step_samples} sequences"
+        )
+        epoch.batch += 1
+        epoch.bar.update()
+        if epoch.is_complete:
+            epoch.bar.close()
+        self.meter.pause()
+
     def _print_step(self, epoch: Epoch, batch: int, lr: float) -> None:
         """Print one step, after the last step of an epoch also the epoch's mean loss."""
         state, print0 = self.state, console.print0

@@ -40,10 +40,18 @@ def loss_bytes(
 
 
 def create_meter(
-    ctx: DistContext, memory: MemoryByPhase, step_memory: StepMemory, state: TrainState
+    ctx: DistContext,
+    memory: MemoryByPhase,
+    step_memory: StepMemory,
+    state: TrainState,
+    skipped: tuple[int, ...] = (),
 ) -> StepMeter:
-    """Return the meter of this rank's steps, which measures the memory of the last one."""
-    measured = state.total_steps
+    """Return the meter of this rank's steps, which measures the memory of the last one.
+
+    Args:
+        skipped: steps of --skip_steps, which the meter does not count.
+    """
+    measured = state.total_steps - sum(state.step < step <= state.total_steps for step in skipped)
     if state.patience:  # early stopping may end the run at any step, so an early one is measured
         measured = min(measured, state.step + 5)
     return StepMeter(memory, step_memory, ctx.monitor.watchdog.traffic, state.step, measured)

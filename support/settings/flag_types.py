@@ -157,6 +157,11 @@ def positive_floats(text: str) -> tuple[float, ...]:
     return tuple(_whole_if_possible(positive_float(each.strip())) for each in text.split(","))
 
 
+def list_of_steps(text: str) -> tuple[int, ...]:
+    """Parse numbers of optimizer steps with commas between, such as 1234,1300."""
+    return tuple(sorted({steps(each.strip()) for each in text.split(",")}))
+
+
 def shares(text: str) -> tuple[float, ...] | str:
     """Parse the shares of the ranks, such as 3,2,1; or "auto"."""
     return text if text == AUTO else positive_floats(text)

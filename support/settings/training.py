@@ -47,6 +47,12 @@ class TrainingSettings:
         None, flag_types.epochs, "passes over the data (default: 1, or what --max_steps needs)"
     )
     max_steps: int | None = flag(None, flag_types.max_steps, "stop after this many optimizer steps")
+    skip_steps: tuple[int, ...] = flag(
+        (),
+        flag_types.list_of_steps,
+        "optimizer steps, such as 1234,1300, whose batches are not trained on",
+        metavar="LIST",
+    )
     lr: float = flag(
         COMPUTED,
         flag_types.real(1000),
