@@ -157,6 +157,9 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
     start.keep_freed_memory(plan, ctx, strategy)  # on a CPU
+    if settings.command.replay:
+        replay(run, datasets, settings, ctx)
+        return objects.model
     start.watch_steps(training, ctx, run, plan)  # from here on a step that hangs is reported
     eval_loss = train_and_evaluate(run, datasets, training, ctx)
 
@@ -213,8 +216,7 @@ def train_and_evaluate(
     start.say_training(ctx, run, training.eval_only)
     validation = datasets.validation
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
-    is_deepspeed = run.objects.strategy.engine == "deepspeed"
-    train_epoch = train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
+    train_epoch = training_loop(run.objects)
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
     due = training.eval_first if state.step == 0 else state.evaluation_is_due
@@ -240,6 +242,23 @@ def train_and_evaluate(
             steps = run.without(steps, training.skip_steps)
         train_epoch(run, steps, training, ctx)
         due = state.evaluation_is_due
+
+
+def replay(
+    run: start.Run, datasets: opening.Datasets, settings: Settings, ctx: DistContext
+) -> None:
+    """--replay: repeat the steps of a run up to one with its training loop, and show that step."""
+    from support.replay import command
+
+    steps = partial(rest_of_epoch, datasets, run, settings.training, ctx)
+    loop = command.Loop(training_loop(run.objects), steps, autocast(run.objects, ctx))
+    command.replay(run, loop, datasets, settings, ctx)
+
+
+def training_loop(objects: TrainingObjects) -> Callable[..., None]:
+    """Return the function that trains under this strategy."""
+    is_deepspeed = objects.strategy.engine == "deepspeed"
+    return train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
 
 
 # ========================================================================= the two training loops
@@ -415,6 +434,7 @@ def split_over_ranks(
         yield batches.StepBatch(
             [batches.fill_up(sequences, share, counts[ctx.rank]) for share in own],
             tokens=sum(map(sequences.tokens, own)),
+            numbers=own,
         )
 
 

@@ -133,6 +133,11 @@ def run_on_all_ranks(
         if command := commands.command_of(settings.command):
             return None, command(chosen, ctx)
         configure_transformers(settings.data.isolates_documents, ctx)
+        if step := settings.command.replay:
+            from support.replay.folder import redirected
+
+            with redirected(chosen, ctx, step) as repeating:
+                return train(repeating, ctx), EXIT_COMPLETED
         return train(chosen, ctx), EXIT_COMPLETED
 
     run_together(partial(setup_distributed, settings, launch), work, settings.debug.verbose)

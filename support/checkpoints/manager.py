@@ -153,6 +153,15 @@ class CheckpointManager:
         self.best_is_loaded = True
         console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
 
+    def load_saved(self, step: int) -> None:
+        """Load the weights and optimizer states of a checkpoint that this process has saved."""
+        folder = self.folder.of_step(step)
+        manifest, problem = verify(folder, self.ctx)
+        if problem:
+            raise TrainingError(f"{folder} cannot be read again: {problem}.")
+        self.objects.free_gathered()
+        self._load_weights(folder, manifest)
+
     def is_due(self, state: TrainState) -> bool:
         """Whether to save a checkpoint of the current step: --save_every, --save_epochs."""
         every_steps = self.output.save_every and state.step % self.output.save_every == 0

@@ -30,7 +30,9 @@ def check_run(settings: Settings, is_restart: bool) -> None:
     if settings.command.prefetch or settings.command.show_sample:
         return
     # --check may be given with the folders of an existing run. A restarted program has its own.
-    if not settings.command.check and not is_restart:
+    if settings.command.replay:
+        checks.check_replay(str(settings.output.output_dir))
+    elif not settings.command.check and not is_restart:
         eval_only = settings.training.eval_only
         checks.check_output_dir(settings.output, eval_only)
         checks.check_export_folder(settings.output, eval_only, settings.model.model, settings.data)

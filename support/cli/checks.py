@@ -46,6 +46,7 @@ EXCLUDED = {
     "prove": "check prefetch show_sample eval_only simulate_gpus resume streaming load_in_4bit",
     # The length of a stream is not known in advance.
     "streaming": "epochs num_samples eval_split validation_split validation_split_percentage",
+    "replay": "check prefetch show_sample prove eval_only simulate_gpus resume",
     # A simulation trains no model.
     "simulate_gpus": "resume save_every save_epochs eval_only eval_first generate export_hf "
     f"merge_lora push_to_hub {_AT_INTERVALS}",
@@ -56,6 +57,7 @@ NEEDED = {
     **dict.fromkeys(("lora_dora", "merge_lora", "use_peft", "load_in_4bit"), "lora_r"),
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub"),
     **{"resume_force": "resume", "streaming": "max_steps", "generate_every_eval": "generate"},
+    "replay": "output_dir",
 }
 
 
@@ -238,6 +240,14 @@ def check_output_dir(output: OutputSettings, eval_only: bool) -> None:
             f"--output_dir {folder} holds another run: --resume continues it, --overwrite replaces "
             "it; or name another folder."
         )
+
+
+def check_replay(output_dir: str) -> None:
+    """Check that the folder of --replay holds a run, and is writable."""
+    folder = Path(output_dir)
+    if not holds_a_run(folder):
+        raise UserError(f"--replay: --output_dir {folder} holds no run: name the folder of a run.")
+    check_place("--output_dir", folder)
 
 
 def check_place(flag: str, folder: Path) -> None:

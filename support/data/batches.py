@@ -54,6 +54,8 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     tokens: int  # number of tokens in them, without padding
     state: StreamState | None = None  # with --streaming: after this step
+    # The numbers of the sequences of each micro-batch in the dataset; a stream has none.
+    numbers: list[np.ndarray] | None = None
 
 
 StepBatches = Iterable[StepBatch]

@@ -29,6 +29,13 @@ class CommandSettings:
         nargs="?",
         const=True,
     )
+    replay: int | None = flag(
+        None,
+        flag_types.steps,
+        "repeat the steps of the run in --output_dir up to this one, and show its sequences, "
+        "their losses and gradients; the run stays as it is",
+        metavar="STEP",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

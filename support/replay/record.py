@@ -1,0 +1,152 @@
+"""replay-STEP.json of a repeated step: next to what the run recorded, with its rows and texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support import console
+from support.data.facts import DatasetFacts
+from support.data.opening import Datasets
+from support.data.sequences import Sequences
+from support.errors import UserError, redact_value
+from support.files import atomic
+from support.replay.origins import Origin, origins_in_stream, origins_of
+from support.replay.repeat import Repeated
+from support.replay.sequences import TokenLosses
+from support.report.metrics_file import FILE, read_metrics
+from support.report.replayed import LargestLoss, Replayed, ReplayedSequence, console_text
+from support.report.run_folder import RESULTS, read_results
+from support.settings.data import DataSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARKED = 5  # tokens of a sequence with the largest losses
+WAY = ("strategy", "world_size", "device", "precision")  # keys of results.json
+
+
+def write_record(replayed: Replayed, folder: Path) -> None:
+    """Write replay-STEP.json to the output folder of the run, and print its content.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    path = folder / f"replay-{replayed['step']}.json"
+    content = atomic.only_finite(redact_value(replayed))
+    try:
+        atomic.write_text(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+    console.print0(f"{console.RULE}\n{console_text(content)}\n\n📁 {path}")
+
+
+def record_of(
+    step: int, repeated: Repeated, now: dict, folder: Path, max_grad_norm: float
+) -> Replayed:
+    """Return the record without its sequences.
+
+    Args:
+        now: strategy, ranks, device, precision and checkpoint of the replay.
+        folder: the output folder of the run.
+    """
+    earlier = recorded_step(step, folder / FILE)
+    results = read_results(folder / RESULTS) or {}
+    numbers = repeated.numbers
+    loss = numbers.loss if numbers else None
+    norm = numbers.grad_norm if numbers else None
+    factor = None
+    if max_grad_norm and norm is not None and math.isfinite(norm):
+        factor = min(1.0, max_grad_norm / (norm + 1e-6))
+    return Replayed(
+        step=step,
+        run={key: results.get(key) for key in WAY},
+        repeated=now,
+        loss=loss,
+        recorded_loss=earlier.get("loss"),
+        equal=None if earlier.get("loss") is None else loss == earlier["loss"],
+        lr=numbers.lr if numbers else None,
+        grad_norm=norm,
+        recorded_grad_norm=earlier.get("grad_norm"),
+        clip_factor=factor,
+        loss_scale=repeated.loss_scale,
+        outcome=repeated.outcome,
+        reason=repeated.reason,
+        sequences=[],
+        layers=[{**layer} for layer in repeated.layers],
+    )
+
+
+def recorded_step(step: int, file: Path) -> dict:
+    """Return the record of a step in metrics.jsonl; {} if there is none."""
+    if not file.is_file():
+        return {}
+    records, _ = read_metrics(file)
+    return next((one for one in records if one["step"] == step and "loss" in one), {})
+
+
+def sequences_of(
+    repeated: Repeated,
+    datasets: Datasets,
+    data: DataSettings,
+    facts: DatasetFacts,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[ReplayedSequence]:
+    """Return the sequences of the step, the largest share of the gradient first."""
+    places = [*repeated.tokens]
+    described = [described_tokens(repeated.tokens[place], tokenizer) for place in places]
+    if isinstance(datasets.train, Sequences):
+        numbers = [repeated.numbers_of[place] for place in places]
+        origins = origins_of(numbers, datasets.train, data, facts, tokenizer)
+    else:
+        origins = origins_in_stream([text for text, _ in described], data, facts, tokenizer)
+    targets = {place: len(repeated.tokens[place].known) for place in places}
+    whole = sum(targets.values())
+    # The loss of the step is a mean over all its tokens.
+    norms = {place: norm * targets[place] / whole for place, norm in repeated.norms.items()}
+    total = sum(norms.values())
+    found = [
+        ReplayedSequence(
+            rank=place.rank,
+            micro_batch=place.micro_batch,
+            row=place.row,
+            origins=[origin._asdict() for origin in own],
+            targets=targets[place],
+            loss=math.fsum(repeated.tokens[place].known) / targets[place],
+            gradient_norm=norms.get(place),
+            gradient_share=norms[place] / total if total and place in norms else None,
+            text=text,
+            largest_losses=marks,
+        )
+        for place, own, (text, marks) in zip(places, origins, described, strict=True)
+    ]
+
+    def weight(one: ReplayedSequence) -> tuple[float, float]:
+        # A loss that is not finite comes first.
+        loss = one["loss"] if math.isfinite(one["loss"]) else math.inf
+        return (one["gradient_share"] or 0.0, loss)
+
+    return sorted(found, key=weight, reverse=True)
+
+
+def described_tokens(
+    tokens: TokenLosses, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[LargestLoss]]:
+    """Return the text of a sequence, and its tokens with the largest losses."""
+    finite = {
+        n: loss if math.isfinite(loss) else math.inf  # a loss that is not finite comes first
+        for n, loss in enumerate(tokens.losses)
+        if loss is not None
+    }
+    by_loss = sorted(finite, key=lambda n: -finite[n])
+
+    def length(count: int) -> int:
+        return len(tokenizer.decode(tokens.ids[:count]))
+
+    marks = [
+        LargestLoss(position=n, start=length(n), end=length(n + 1), loss=tokens.losses[n] or 0.0)
+        for n in by_loss[:MARKED]
+    ]
+    return tokenizer.decode(tokens.ids), marks
