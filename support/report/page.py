@@ -117,10 +117,23 @@ def _run(folder: Path) -> JsonObject:
         rows = [[name, value] for name, value in values if isinstance(value, str | int | float)]
         sections[key.capitalize()] = {"tables": [(rows, ["", ""])]}
     return {
-        "title": folder.resolve().name,
-        "subtitle": f"{results.get('status')}, started {results.get('started_at')}",
+        "title": _title(results) or folder.resolve().name,
+        "subtitle": f"{folder}: {results.get('status')}, started {results.get('started_at')}",
         **{"problem": problem, "sections": sections, "notices": damage},
     }
+
+
+def _title(results: dict) -> str:
+    """Return the model, strategy and ranks of a run; "" if its file does not name them.
+
+    The name of the folder says little: in a comparison it is the number of the repeat.
+    """
+    if not (results.get("model") and results.get("strategy")):
+        return ""
+    ranks = results.get("simulated_world_size") or results.get("world_size") or 1
+    simulated = ", simulated" if results.get("simulated_world_size") else ""
+    title = f"{results['model']} under {results['strategy']}"
+    return f"{title}, {ranks} rank{'s' * (ranks > 1)}{simulated}"
 
 
 def _generated(results: dict) -> str | None:

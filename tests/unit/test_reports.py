@@ -584,6 +584,16 @@ def test_the_page_has_all_generated_texts(tmp_path):
     assert "<pre>once</pre>" in page_of(save(tmp_path / "b", SHOWN, steps()))[0]
 
 
+def test_a_page_is_named_after_model_and_strategy(tmp_path):
+    """Not after the folder, which is the number of the repeat for a run of a comparison."""
+    folder = tmp_path / "tiny-gpt2" / "zero2" / "1"
+    results = SHOWN | {"model": "gpt2", "strategy": "zero2", "world_size": 2}
+    page, _ = page_of(save(folder, results, steps()))
+    assert "<title>gpt2 under zero2, 2 ranks</title>" in page and str(folder) in page
+    page, _ = page_of(save(folder, {"status": "failed"}, []))
+    assert "<title>1</title>" in page  # it failed before it knew them
+
+
 def test_missing_and_truncated_files(tmp_path):
     results, metrics = (
         save(tmp_path, SHOWN, steps()) / f for f in ("results.json", "metrics.jsonl")
