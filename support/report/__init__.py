@@ -21,6 +21,8 @@ compare          compares runs with the first, and strategies with each other
 agreement        how the losses and gradient norms of two runs agree, and the tolerances
 causes           what else differs between two runs, and what it can change
 comparison_text  the comparison as tables and sentences, in text, Markdown and JSON
+outliers         the steps whose loss or gradient norm stands out
+replayed         replay-STEP.json, and the text of a step that --replay has repeated
 plots            the figure of a comparison, and the charts of a page
 page             one HTML page about a run or a comparison (page.html)
 peak_flops       peak arithmetic rates of GPUs, the reference of MFU

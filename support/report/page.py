@@ -14,7 +14,7 @@ from markupsafe import Markup
 from support.checkpoints.format import list_checkpoints
 from support.errors import UserError, redact
 from support.files.json_types import JsonObject
-from support.report import comparison_text, plots
+from support.report import comparison_text, outliers, plots, replayed
 from support.report.compare import read_comparison
 from support.report.metrics_file import FILE, unreadable_lines, why_no_figure
 from support.report.plots import Chart
@@ -100,12 +100,17 @@ def _run(folder: Path) -> JsonObject:
         [name, human_rate(entry["calls"]), human_bytes(entry["sent_bytes"])]
         for name, entry in (results.get("communication_per_step") or {}).items()
     ]
-    curves = _curves(run.records)
+    found = outliers.outliers_of(run.records)
+    curves = _curves(run.records, found)
     no_step = [] if curves else ["metrics.jsonl has no step."]
     damage = [unreadable_lines(folder / FILE, run.unreadable)] if run.unreadable else []
     sections: dict[str, JsonObject] = {
         "Results": {"facts": facts},
         "Curves": {"charts": _drawn(curves), "lines": no_step},
+        "Steps that stand out": _outliers(found, results, folder),
+        **{
+            f"Replay of step {one['step']}": _replay(one) for one in replayed.read_replays(folder)
+        },
         "Memory and time of a step": {"charts": _drawn(_charts_of_step(results))},
         "Communication": {"tables": [(collectives, ["collective", "calls", "sent bytes"])]},
         "Checkpoints": {"lines": [path.name for path in list_checkpoints(folder / "checkpoints")]},
@@ -148,7 +153,33 @@ def _generated(results: dict) -> str | None:
     )
 
 
-def _curves(records: list[dict]) -> dict[str, Chart]:
+def _outliers(found: list[outliers.Outlier], results: dict, folder: Path) -> JsonObject:
+    """Return the section about the steps that stand out, and how to repeat the first one."""
+    if not found:
+        return {}
+    more = len(found) - outliers.MOST
+    lines = [one.text for one in found[: outliers.MOST]]
+    lines += [f"and {more} more"] if more > 0 else []
+    return {"lines": lines, "text": outliers.replay_command(results, folder, found[0].step)}
+
+
+def _replay(record: replayed.Replayed) -> JsonObject:
+    """Return the section about a step that --replay has repeated."""
+    sequences = replayed.sequence_rows(record)[: replayed.MOST_ROWS]
+    layers = replayed.layer_rows(record)
+    tables = [(sequences, replayed.SEQUENCE_HEADERS), (layers, replayed.LAYER_HEADERS)]
+    texts = [
+        f"{replayed.origin_of(one)}\n{replayed.marked_text(one)}"
+        for one in record["sequences"][: replayed.MOST_TEXTS]
+    ]
+    return {
+        "lines": replayed.headline(record),
+        "tables": [table for table in tables if table[0]],
+        "text": "\n\n".join(texts),
+    }
+
+
+def _curves(records: list[dict], found: list[outliers.Outlier]) -> dict[str, Chart]:
     curves: dict[str, Chart] = {}
     for caption, keys in CURVES.items():
         lines = {
@@ -156,7 +187,8 @@ def _curves(records: list[dict]) -> dict[str, Chart]:
             for label, key in keys.items()
         }
         if drawn := {label: points for label, points in lines.items() if points}:
-            curves[caption] = partial(plots.draw_lines, lines=drawn)
+            marked = [(one.step, one.value) for one in found if one.key in keys.values()]
+            curves[caption] = partial(plots.draw_lines, lines=drawn, marked=marked)
     return curves
 
 

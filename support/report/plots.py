@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,13 +115,17 @@ def draw_memory(axes: Axes, runs: list[RecordedRun], unit: int) -> None:
 
 
 def draw_lines(
-    axes: Axes, lines: dict[str, list[tuple[int, float]]], limit: float | None = None
+    axes: Axes,
+    lines: dict[str, list[tuple[int, float]]],
+    limit: float | None = None,
+    marked: Sequence[tuple[int, float]] = (),
 ) -> None:
     """Draw curves over the optimizer steps, each thinner than the one below it.
 
     Args:
         lines: the steps and the values of their points, by label.
         limit: the tolerance of differences, which are drawn on a logarithmic axis.
+        marked: points with a circle around them.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -130,13 +134,16 @@ def draw_lines(
         color = COLORS[number % len(COLORS)]
         steps, values = [step for step, _ in points], [value for _, value in points]
         axes.plot(steps, values, label=label, color=color, marker=marker, linewidth=width)
+    if marked:
+        style = {"marker": "o", "linestyle": "", "markersize": 9, "fillstyle": "none"}
+        axes.plot(*zip(*marked, strict=True), color=RED, label="stands out", **style)
     if limit is not None:
         axes.axhline(max(EQUAL, limit), label="tolerance", color=RED, linestyle="--")
         drawn = [value for points in lines.values() for _, value in points]
         # With space for the legend. Before the scale, which cannot choose limits for equal values.
         axes.set_ylim(EQUAL / 2, 100 * max([EQUAL, limit, *filter(math.isfinite, drawn)]))
         axes.set_yscale("log")
-    if len(lines) > 1 or limit is not None:
+    if len(lines) > 1 or limit is not None or marked:
         axes.legend(fontsize=8, ncols=3)
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
