@@ -26,19 +26,23 @@ def main() -> None:
     parser = Parser.of_script(__doc__)
     run = "output folder of a run, or comparison_runs/NAME"
     parser.add_argument("run", type=flag_types.path, metavar="RUN", help=run)
-    page = "the page (default: report.html in RUN)"
-    parser.add_argument("--out", type=flag_types.path, metavar="FILE", help=page)
+    where = "the page (default: report.html in RUN)"
+    parser.add_argument("--out", type=flag_types.path, metavar="FILE", help=where)
     args = parser.parse_args()
     from support.report.page import page_of  # --help must be fast
 
-    (page, notices), target = page_of(args.run), args.out or args.run / "report.html"
-    for notice in notices:
+    page, target = page_of(args.run), args.out or args.run / "report.html"
+    for notice in page.notices:
         print(f"⚠️  {notice}", file=sys.stderr)
     try:
-        write_text(target, page)
+        write_text(target, page.text)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}. Use --out FILE.") from error
     print(f"📁 {target}")
+    if page.outliers:
+        *found, command = page.outliers
+        print("📍 Steps that stand out:", *found, sep="\n   ")
+        print(f"🔁 To look at the first one: {command}")
 
 
 if __name__ == "__main__":

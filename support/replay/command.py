@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from support.settings.settings import Settings
 
 
-def replay(
-    run: Run, loop: Loop, datasets: Datasets, settings: Settings, ctx: DistContext
-) -> None:
+def replay(run: Run, loop: Loop, datasets: Datasets, settings: Settings, ctx: DistContext) -> None:
     """Repeat the steps of a run up to --replay, and show that step; all ranks call it.
 
     Raises:

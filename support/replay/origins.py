@@ -65,10 +65,7 @@ def origins_of(
 
 
 def origins_in_stream(
-    texts: list[str],
-    data: DataSettings,
-    facts: DatasetFacts,
-    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str], data: DataSettings, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
 ) -> list[list[Origin]]:
     """Return for each text of a sequence of --streaming the row that contains it."""
     wanted = [Wanted(place, 0, None, _words(text)) for place, text in enumerate(texts)]
@@ -89,7 +86,7 @@ def _documents(
             yield Wanted(place, dataset, row, "")
             continue
         first, later = (special_tokens.document_start(tokenizer, n) for n in (True, False))
-        separator = later[0] if later else None
+        separator = later[0] if later else -1  # -1: documents are not separated
         before = int((file.read(0, start) == separator).sum()) - first[:1].count(separator)
         ids = file.read(start, end)
         is_start = ids == separator
@@ -148,9 +145,7 @@ def _numbered(rows: PlacedRows, refused: set[str]) -> Iterator[tuple[int, Row]]:
         number += 1
 
 
-def _with_number(
-    rows: Iterator[tuple[int, Row]], wanted: list[Wanted]
-) -> dict[Wanted, str]:
+def _with_number(rows: Iterator[tuple[int, Row]], wanted: list[Wanted]) -> dict[Wanted, str]:
     """Return the places of those whose row has their number, and their words."""
     by_number: dict[int, list[Wanted]] = {}
     for each in wanted:

@@ -13,7 +13,7 @@ from support.data.opening import Datasets
 from support.data.sequences import Sequences
 from support.errors import UserError, redact_value
 from support.files import atomic
-from support.replay.origins import Origin, origins_in_stream, origins_of
+from support.replay.origins import origins_in_stream, origins_of
 from support.replay.repeat import Repeated
 from support.replay.sequences import TokenLosses
 from support.report.metrics_file import FILE, read_metrics
@@ -142,11 +142,15 @@ def described_tokens(
     }
     by_loss = sorted(finite, key=lambda n: -finite[n])
 
-    def length(count: int) -> int:
-        return len(tokenizer.decode(tokens.ids[:count]))
+    text = tokenizer.decode(tokens.ids)
 
-    marks = [
-        LargestLoss(position=n, start=length(n), end=length(n + 1), loss=tokens.losses[n] or 0.0)
-        for n in by_loss[:MARKED]
-    ]
-    return tokenizer.decode(tokens.ids), marks
+    def length(count: int) -> int:
+        """Return the whole characters of the first tokens; a character may have several."""
+        return min(len(text) - 1, len(tokenizer.decode(tokens.ids[:count]).rstrip("\ufffd")))
+
+    marks = []
+    for n in by_loss[:MARKED]:
+        start = length(n)
+        end = max(start + 1, length(n + 1))
+        marks.append(LargestLoss(position=n, start=start, end=end, loss=finite[n]))
+    return text, marks

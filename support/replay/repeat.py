@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import NamedTuple
 
 from support import console

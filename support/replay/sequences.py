@@ -70,9 +70,7 @@ def token_losses(
     return found
 
 
-def _losses_of(
-    model: nn.Module, casting: AbstractContextManager, one: MicroBatch
-) -> torch.Tensor:
+def _losses_of(model: nn.Module, casting: AbstractContextManager, one: MicroBatch) -> torch.Tensor:
     """Return the losses of the tokens of one sequence from the second on: fp32 [length - 1]."""
     inputs, labels, positions = one
     options = {} if positions is None else {"position_ids": positions}

@@ -6,7 +6,7 @@ Texts of files are escaped and without secrets, and the page allows no script an
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -29,6 +29,7 @@ FACTS = """
     | train_loss_last {:.4f} | eval_loss {:.4f} | perplexity {:,.2f} | bits_per_byte {:.4f}
     | tokens_per_second {:,.0f} | mfu {:.1%} | training_seconds {:,.1f}
 """
+OUTLIERS = "Steps that stand out"  # heading of a section
 CURVES = {
     "Loss (nats per token)": {"training": "loss", "evaluation": "eval_loss"},
     "Learning rate": {"": "lr"},
@@ -37,11 +38,17 @@ CURVES = {
 }
 
 
-def page_of(folder: Path) -> tuple[str, list[str]]:
+class Page(NamedTuple):
+    """A page, and what a program prints when it has written it."""
+
+    text: str  # HTML
+    notices: list[str]  # what it lacks: lines that cannot be read, or the charts
+    outliers: list[str]  # lines about the steps that stand out, the last one a command
+
+
+def page_of(folder: Path) -> Page:
     """Return the page about an output folder, or about a folder of compare_strategies.sh.
 
-    Returns:
-        The page, and what it lacks: lines that cannot be read, or the charts.
     Raises:
         UserError: the folder holds no run.
     """
@@ -51,7 +58,10 @@ def page_of(folder: Path) -> tuple[str, list[str]]:
         values["notices"].append(f"The page has no charts: {problem}")
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, finalize=_clean)
-    return environment.get_template("page.html").render(**values), values["notices"]
+    text = environment.get_template("page.html").render(**values)
+    marked = values["sections"].get(OUTLIERS) or {}
+    lines = [*marked["lines"], marked["text"]] if marked else []
+    return Page(text, values["notices"], lines)
 
 
 def _clean(value: Any) -> Any:
@@ -107,10 +117,8 @@ def _run(folder: Path) -> JsonObject:
     sections: dict[str, JsonObject] = {
         "Results": {"facts": facts},
         "Curves": {"charts": _drawn(curves), "lines": no_step},
-        "Steps that stand out": _outliers(found, results, folder),
-        **{
-            f"Replay of step {one['step']}": _replay(one) for one in replayed.read_replays(folder)
-        },
+        OUTLIERS: _outliers(found, results, folder),
+        **{f"Replay of step {one['step']}": _replay(one) for one in replayed.read_replays(folder)},
         "Memory and time of a step": {"charts": _drawn(_charts_of_step(results))},
         "Communication": {"tables": [(collectives, ["collective", "calls", "sent bytes"])]},
         "Checkpoints": {"lines": [path.name for path in list_checkpoints(folder / "checkpoints")]},

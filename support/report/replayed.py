@@ -126,7 +126,9 @@ def sequence_rows(replayed: Replayed) -> list[list[str]]:
 
 def origin_of(sequence: ReplayedSequence) -> str:
     """Return where a sequence is from; of several documents the first and the last."""
-    rows = [origin["row"] or f"{origin['dataset']}, row not found" for origin in sequence["origins"]]
+    rows = [
+        origin["row"] or f"{origin['dataset']}, row not found" for origin in sequence["origins"]
+    ]
     if len(rows) > 2:
         return f"{rows[0]} … {rows[-1]} ({len(rows)} documents)"
     return "; ".join(rows)
