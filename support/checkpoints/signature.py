@@ -26,6 +26,7 @@ from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
 from support.strategies.wrapped import full_shape
 
+WHERE = ("in the checkpoint", "in this run")
 INFORMATIONAL_FLAGS = """
     strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
     warmup_ratio decay_ratio decay_type min_lr_ratio adam_beta1 adam_beta2 adam_epsilon optim
@@ -117,7 +118,7 @@ def digest_of(value: object) -> str:
 def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> None:
     """Raise a UserError if a checkpoint is another run's; with `forced` only "hard" parts count."""
     for part in ("hard",) if forced else ("hard", "soft"):
-        if found := _differences(saved[part], current[part]):
+        if found := differences(saved[part], current[part], *WHERE):
             advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
             raise UserError(
                 f"--resume: the checkpoint is of another run: {'; '.join(found)}.{advice}"
@@ -127,15 +128,20 @@ def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> No
 def report_changes(saved: JsonObject, current: JsonObject) -> None:
     """Warn of the differences between two run signatures that are not refused."""
     for part in ("soft", "told"):
-        if found := _differences(saved[part], current[part]):
+        if found := differences(saved[part], current[part], *WHERE):
             console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
 
 
-def _differences(saved: JsonObject, current: JsonObject) -> list[str]:
+def differences(saved: JsonObject, current: JsonObject, then: str, now: str) -> list[str]:
+    """Return a clause about each entry of a part of two run signatures that differs.
+
+    Args:
+        then, now: where the values of `saved` and `current` are.
+    """
     before = saved and VALUES_BEFORE | saved
     before |= {new: saved[old] for new, old in NAMES_BEFORE.items() if old in saved}
     return [
-        f"{key} {shown(before[key])} in the checkpoint, {shown(value)} in this run"
+        f"{key} {shown(before[key])} {then}, {shown(value)} {now}"
         for key, value in current.items()
         if key in before and not same_redacted(before[key], value)
     ]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
-from support.replay.folder import folder_of_run
+from support.replay.folder import check_same_run, folder_of_run
 from support.replay.record import WAY, record_of, sequences_of, write_record
 from support.replay.repeat import Loop, repeat
 from support.report.run import Run
@@ -23,10 +23,11 @@ def replay(run: Run, loop: Loop, datasets: Datasets, settings: Settings, ctx: Di
     """
     step = settings.command.replay
     assert step is not None  # the caller has checked it
+    folder = folder_of_run(settings.output.output_dir)
+    check_same_run(folder, run.manager.identity, ctx)
     repeated = repeat(step, run, loop, settings.training, ctx)
     if not ctx.is_main:
         return
-    folder = folder_of_run(settings.output.output_dir)
     facts, data = run.folder.facts, settings.data
     now = {**{key: facts[key] for key in WAY}, "checkpoint": settings.output.resume}
     replayed = record_of(step, repeated, now, folder, settings.training.max_grad_norm)

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support import console
-from support.checkpoints import find
+from support.checkpoints import find, signature
 from support.checkpoints.format import list_checkpoints, step_of
 from support.cluster.context import DistContext
+from support.errors import UserError
 from support.files.atomic import TemporaryFolder
+from support.files.json_types import JsonObject
+from support.report.run_folder import RESULTS, read_results
 from support.settings.settings import Settings
 
 PREFIX = ".replay-"  # of the temporary folder in the run's output folder
@@ -34,8 +37,12 @@ def redirected(settings: Settings, ctx: DistContext, step: int) -> Iterator[Sett
     Args:
         settings: those of the run to repeat; --output_dir is its folder.
         step: the step to show.
+    Raises:
+        UserError: the folder is of another run.
     """
     folder = Path(str(settings.output.output_dir))
+    flags = signature.flags_signature(settings.data, settings.training, ctx.world_size)
+    check_same_run(folder, flags, ctx)
     checkpoint = newest_before(step, folder / "checkpoints", ctx)
     temporary = TemporaryFolder(folder, PREFIX) if ctx.is_main else None
     place = ctx.broadcast_from_rank0(str(temporary and temporary.path / "run"))
@@ -48,6 +55,29 @@ def redirected(settings: Settings, ctx: DistContext, step: int) -> Iterator[Sett
 def folder_of_run(output_dir: str | None) -> Path:
     """Return the output folder of the run that is repeated in `output_dir`."""
     return Path(str(output_dir)).parents[1]
+
+
+def check_same_run(folder: Path, identity: JsonObject, ctx: DistContext) -> None:
+    """Check that the run in a folder trained the same model on the same data in the same order.
+
+    Args:
+        identity: the run signature, or the part of it that is known.
+    Raises:
+        UserError: it did not; the message names the differences.
+    """
+    results = read_results(folder / RESULTS) if ctx.is_main else None
+    recorded = ctx.broadcast_from_rank0((results or {}).get("run_signature")) or {}
+    where = "in that run", "now"
+    found = [
+        clause
+        for part in ("hard", "soft")
+        for clause in signature.differences(recorded.get(part) or {}, identity[part], *where)
+    ]
+    if found:
+        raise UserError(
+            f"--replay: the settings are not those of the run in {folder}: {'; '.join(found)}. "
+            f"Use the flags of its command, which {RESULTS} has."
+        )
 
 
 def newest_before(step: int, checkpoints: Path, ctx: DistContext) -> Path | None:

@@ -124,9 +124,11 @@ def sequences_of(
     ]
 
     def weight(one: ReplayedSequence) -> tuple[float, float]:
-        # A loss that is not finite comes first.
-        loss = one["loss"] if math.isfinite(one["loss"]) else math.inf
-        return (one["gradient_share"] or 0.0, loss)
+        loss = one["loss"]  # one that is not finite comes first
+        return (
+            one["gradient_share"] or 0.0,
+            loss if loss is not None and math.isfinite(loss) else math.inf,
+        )
 
     return sorted(found, key=weight, reverse=True)
 

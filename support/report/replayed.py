@@ -21,7 +21,7 @@ class LargestLoss(TypedDict):
     position: int  # of the token in the sequence, from 0
     start: int  # of its characters in the text
     end: int
-    loss: float
+    loss: float | None  # None: not finite
 
 
 class ReplayedSequence(TypedDict):
@@ -32,7 +32,7 @@ class ReplayedSequence(TypedDict):
     row: int  # in the micro-batch
     origins: list[dict[str, str | None]]  # {dataset, row} of each of its documents
     targets: int  # tokens with a loss
-    loss: float  # their mean, in nats per token, without dropout
+    loss: float | None  # their mean, in nats per token, without dropout; None: not finite
     gradient_norm: float | None  # of its part of the step's gradient
     gradient_share: float | None  # of the sum of these norms
     text: str
@@ -169,7 +169,7 @@ def console_text(replayed: Replayed) -> str:
         parts.append(text_table(rows[:MOST_ROWS], SEQUENCE_HEADERS))
         parts += [f"and {more} more sequences in the file"] if more > 0 else []
     for one in replayed["sequences"][:MOST_TEXTS]:
-        losses = ", ".join(f"{mark['loss']:.1f}" for mark in one["largest_losses"])
+        losses = ", ".join(_number(mark["loss"], ".1f") for mark in one["largest_losses"])
         title = f"{origin_of(one)}; largest losses of a token: {losses}"
         parts.append(f"{title}\n{marked_text(one)}")
     if rows := layer_rows(replayed):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.checkpoints.signature import _differences
+from support.checkpoints.signature import WHERE, differences
 from support.cli.parse import read_command_line
 from support.errors import UserError
 from support.memory.estimate import predict
@@ -110,6 +110,6 @@ def test_the_estimate_sends_half_of_the_gradients(strategy, accumulation):
 def test_runs_of_earlier_versions_are_understood():
     """They had an entry of fsdp only."""
     old, new = {"fsdp_reduce_dtype": "bf16"}, {"reduce_dtype": None}
-    assert _differences(old, new) == ["reduce_dtype bf16 in the checkpoint, None in this run"]
-    assert _differences({"lr": 1}, new) == []
+    assert differences(old, new, *WHERE) == ["reduce_dtype bf16 in the checkpoint, None in this run"]
+    assert differences({"lr": 1}, new, *WHERE) == []
     assert facts_of({"run_signature": {"told": old}})["reduce_dtype"] == "bf16"

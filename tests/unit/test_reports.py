@@ -257,7 +257,7 @@ def test_a_line_that_cannot_be_read_is_named(ours):
     found, text = compared(a, b)
     assert found["same_model"] and found["compared_steps"] == 5 and "in 5 steps" in text
     assert f"{b}/metrics.jsonl: line 3 " in text and found["unreadable_lines"] == [3]
-    page, notices = page_of(b)
+    page, notices, _ = page_of(b)
     assert len(notices) == 1 and "line 3 " in notices[0] and "line 3 " in page
     assert compared(a, a)[0]["unreadable_lines"] == []
 
@@ -278,7 +278,7 @@ def test_a_resume_names_the_lines_that_it_removes(ours, capsys):
 def test_without_matplotlib_there_are_no_pictures(ours, monkeypatch, capsys):
     folder = ours("a", steps())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page, notices = page_of(folder)
+    page, notices, _ = page_of(folder)
     assert "<svg" not in page and "5.5" in page and "has no step" not in page
     assert len(notices) == 1 and "pip install matplotlib" in notices[0]
     for _ in range(2):  # after an evaluation, and at the end
@@ -567,7 +567,7 @@ def test_text_of_files_is_shown_escaped_and_without_secrets(tmp_path, monkeypatc
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     records = [*steps(), {"step": 6, "eval_loss": 7.1}]
     folder = tmp_path / "<script>alert(3)<"
-    page, _ = page_of(save(folder, with_text(SHOWN, HOSTILE + SECRET), records))
+    page, *_ = page_of(save(folder, with_text(SHOWN, HOSTILE + SECRET), records))
     shown = ("Memory", "time of a step", "Communication", "Generated text", "all_reduce float32")
     assert all(word in page for word in (*shown, "once", "python x", "8.0000", "5.5000"))
     assert page.count("<svg") == 4
@@ -579,7 +579,7 @@ def test_text_of_files_is_shown_escaped_and_without_secrets(tmp_path, monkeypatc
 def test_the_page_has_all_generated_texts(tmp_path):
     """After its prompt, unless it begins with it; an earlier version has one text only."""
     texts = [{"prompt": "Once", "text": "Once upon"}, {"prompt": "Why?", "text": "Because."}]
-    page, _ = page_of(save(tmp_path / "a", SHOWN | {"generated": texts}, steps()))
+    page, *_ = page_of(save(tmp_path / "a", SHOWN | {"generated": texts}, steps()))
     assert "<pre>Once upon\n\nWhy?\nBecause.</pre>" in page
     assert "<pre>once</pre>" in page_of(save(tmp_path / "b", SHOWN, steps()))[0]
 
@@ -588,9 +588,9 @@ def test_a_page_is_named_after_model_and_strategy(tmp_path):
     """Not after the folder, which is the number of the repeat for a run of a comparison."""
     folder = tmp_path / "tiny-gpt2" / "zero2" / "1"
     results = SHOWN | {"model": "gpt2", "strategy": "zero2", "world_size": 2}
-    page, _ = page_of(save(folder, results, steps()))
+    page, *_ = page_of(save(folder, results, steps()))
     assert "<title>gpt2 under zero2, 2 ranks</title>" in page and str(folder) in page
-    page, _ = page_of(save(folder, {"status": "failed"}, []))
+    page, *_ = page_of(save(folder, {"status": "failed"}, []))
     assert "<title>1</title>" in page  # it failed before it knew them
 
 
@@ -600,12 +600,12 @@ def test_missing_and_truncated_files(tmp_path):
     )
     results.write_text(results.read_text()[:20])
     metrics.unlink()
-    page, _ = page_of(tmp_path)
+    page, *_ = page_of(tmp_path)
     assert "results.json" in page and "metrics.jsonl" in page
 
 
 def test_the_page_of_a_run_that_failed_says_why(tmp_path):
-    page, _ = page_of(save(tmp_path, {"status": "oom", "reason": "no memory left"}, []))
+    page, *_ = page_of(save(tmp_path, {"status": "oom", "reason": "no memory left"}, []))
     assert "no memory left" in page and "metrics.jsonl has no step" in page
 
 
