@@ -14,7 +14,7 @@ from support.strategies.table import STRATEGIES
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]
-MOST_PAGES, MOST_LINES = 9, 2400  # in docs/, and with README.md; FLAGS.md is generated
+MOST_PAGES, MOST_LINES = 12, 2500  # in docs/, and with README.md; FLAGS.md is generated
 LONGEST_README = 150
 # Flags, files and variables of other programs, and what commands write under their own names.
 THEIR_FLAGS = {
