@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 BLUE, SKY, ORANGE, GREEN, PINK, RED = "#0072B2 #56B4E9 #E69F00 #009E73 #CC79A7 #D55E00".split()
 COLORS = ("#000000", ORANGE, SKY, GREEN, "#F0E442", RED, PINK, BLUE)
 KIND_COLORS = {"": BLUE, "parameters": BLUE, "gradients": SKY, "optimizer": ORANGE}
-KIND_COLORS |= {"activations": GREEN, "logits": PINK, "in host memory": "#dddddd"}
+KIND_COLORS |= {
+    "activations": GREEN,
+    "logits": PINK,
+    "in host memory": "#dddddd",
+    "on NVMe": "#eeeeee",
+}
 # Text stays text, so that a page is small and can be searched.
 SVG_SETTINGS = {"svg.fonttype": "none", "legend.frameon": False, "svg.hashsalt": "page"}
 EQUAL = 1e-8  # drawn as the difference of equal losses: 0 has no logarithm

@@ -41,7 +41,7 @@ class DeepSpeed(Strategy):
         "muon": "DeepSpeed flattens the weights, and Muon needs matrices: use dp or fsdp",
     }
     autocast_precisions = frozenset()  # DeepSpeed's engine converts the weights
-    library_bytes = 70 * MB  # measured with 0.19, see docs/PLAN.md
+    library_bytes = 70 * MB  # measured with 0.19, see benchmarks/RESULTS.md
 
     stage: int = 0  # of ZeRO: 1, 2 or 3
     config_file: str = ""  # this project's configuration, in its folder
