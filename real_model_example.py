@@ -131,7 +131,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
     start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
     target = finish.find_target(output, settings.model.merge_lora, ctx, folder)  # of the export
-    log = start.open_log(settings, ctx, folder)  # of the preparation
+    log = start.open_log(settings.model, output, settings.debug, ctx, folder)  # of the preparation
     checkpoint = start.find_checkpoint(output, settings.data, training, ctx, folder)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
@@ -141,7 +141,6 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     finish.check_prompts(output.generate, spec, datasets.facts, training.eval_only)
     objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
-
     manager = CheckpointManager.create(settings, ctx, folder.checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
     state = batches.train_state(counters, datasets.train, training, ctx, plan.rank_limits(ctx))
@@ -150,16 +149,14 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
         finish.publish(settings, folder, target, trained, autocast(objects, ctx))
         finish.complete(ctx, folder)
         return objects.model
-
     run = start.Run.open(settings, ctx, log, manager, state)  # log and meter of the steps
     # All checks have passed: only now may files of an earlier run be changed.
     manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
     start.keep_freed_memory(plan, ctx, strategy)  # on a CPU
-    if settings.command.replay:
-        replay(run, datasets, settings, ctx)
-        return objects.model
+    if step := settings.command.replay:
+        return replay(step, run, datasets, settings, ctx)
     start.watch_steps(training, ctx, run, plan)  # from here on a step that hangs is reported
     eval_loss = train_and_evaluate(run, datasets, training, ctx)
 
@@ -245,14 +242,16 @@ def train_and_evaluate(
 
 
 def replay(
-    run: start.Run, datasets: opening.Datasets, settings: Settings, ctx: DistContext
-) -> None:
-    """--replay: repeat the steps of a run up to one with its training loop, and show that step."""
+    step: int, run: start.Run, datasets: opening.Datasets, settings: Settings, ctx: DistContext
+) -> nn.Module:
+    """Repeat the steps of a run up to `step` with its training loop, and show that step."""
     from support.replay import command
 
-    steps = partial(rest_of_epoch, datasets, run, settings.training, ctx)
-    loop = command.Loop(training_loop(run.objects), steps, autocast(run.objects, ctx))
-    command.replay(run, loop, datasets, settings, ctx)
+    training, objects = settings.training, run.objects
+    steps = partial(rest_of_epoch, datasets, run, training, ctx)
+    how = training, training_loop(objects), steps, autocast(objects, ctx)
+    command.replay(run, command.Loop(step, *how), datasets, settings.data, ctx)
+    return objects.model
 
 
 def training_loop(objects: TrainingObjects) -> Callable[..., None]:

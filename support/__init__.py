@@ -5,6 +5,7 @@ settings     the settings of a run, in sections: each flag with its type, defaul
 cli          from the command line to the settings; checks of paths and of the hub
 cluster      launchers, ranks, rendezvous, failures of ranks, Slurm
 commands     --check, --prefetch, --prove and --show_sample
+replay       --replay: repeats the steps of a run, and shows one
 chat         scripts/chat.py: talks to a trained model in the terminal
 planner      scripts/plan_memory.py: its flags, workload and tables
 data         from --dataset to batches of token ids

@@ -52,9 +52,9 @@ def redirected(settings: Settings, ctx: DistContext, step: int) -> Iterator[Sett
         temporary.remove()
 
 
-def folder_of_run(output_dir: str | None) -> Path:
-    """Return the output folder of the run that is repeated in `output_dir`."""
-    return Path(str(output_dir)).parents[1]
+def folder_of_run(replay_folder: Path) -> Path:
+    """Return the output folder of the run that is repeated in a folder of `redirected`."""
+    return replay_folder.parents[1]
 
 
 def check_same_run(folder: Path, identity: JsonObject, ctx: DistContext) -> None:

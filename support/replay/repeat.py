@@ -25,8 +25,10 @@ from support.strategies import gradients
 
 
 class Loop(NamedTuple):
-    """The training loop of the script, for a run."""
+    """The training loop of the script for a run, and the step that it repeats last."""
 
+    step: int
+    training: TrainingSettings
     train_epoch: Callable[[Run, StepBatches, TrainingSettings, DistContext], None]
     remaining: Callable[[], StepBatches]  # the step batches of the epoch from the next step on
     casting: AbstractContextManager  # for forward passes
@@ -46,10 +48,8 @@ class Repeated:
     norms: dict[Place, float]  # of a sequence's part of the gradient; none if stopped
 
 
-def repeat(
-    step: int, run: Run, loop: Loop, training: TrainingSettings, ctx: DistContext
-) -> Repeated:
-    """Repeat the steps of a run up to `step`, and measure this one; all ranks call it.
+def repeat(run: Run, loop: Loop, ctx: DistContext) -> Repeated:
+    """Repeat the steps of a run up to `loop.step`, and measure this one; all ranks call it.
 
     The step is made by the training loop itself. The weights before it are saved, so that the
     gradient of each sequence can be computed afterwards.
@@ -57,7 +57,8 @@ def repeat(
     Raises:
         UserError: the run has no such step, or --skip_steps leaves it out.
     """
-    step_batch = repeat_before(step, run, loop, training, ctx)
+    step, training = loop.step, loop.training
+    step_batch = repeat_before(run, loop, ctx)
     manager = run.manager
     manager.save(run.state)
     tokens = token_losses(run.objects.model, loop.casting, step_batch, ctx)
@@ -76,7 +77,7 @@ def repeat(
     norms: dict[Place, float] = {}
     if outcome != "stopped":
         manager.load_saved(step - 1)
-        norms = gradient_norms(run, loop, step_batch, [*tokens], ctx, training)
+        norms = gradient_norms(run, loop, step_batch, [*tokens], ctx)
     return Repeated(
         numbers=log.recorded,
         outcome=outcome,
@@ -89,10 +90,9 @@ def repeat(
     )
 
 
-def repeat_before(
-    step: int, run: Run, loop: Loop, training: TrainingSettings, ctx: DistContext
-) -> StepBatch:
-    """Repeat the steps before `step`, and return this rank's batch of it."""
+def repeat_before(run: Run, loop: Loop, ctx: DistContext) -> StepBatch:
+    """Repeat the steps before `loop.step`, and return this rank's batch of it."""
+    step, training = loop.step, loop.training
     state = run.state
     if step > state.total_steps:
         raise UserError(f"--replay {step}: this run has {state.total_steps} steps.")
@@ -142,18 +142,13 @@ def compare_layers(run: Run, before: int, grad_norm: float | None) -> list[layer
 
 
 def gradient_norms(
-    run: Run,
-    loop: Loop,
-    step_batch: StepBatch,
-    places: list[Place],
-    ctx: DistContext,
-    training: TrainingSettings,
+    run: Run, loop: Loop, step_batch: StepBatch, places: list[Place], ctx: DistContext
 ) -> dict[Place, float]:
     """Return the norm of each sequence's own gradient, per token of the sequence.
 
     The training loop makes a step with each sequence alone, at a learning rate of 0.
     """
-    training = dataclasses.replace(training, lr=0.0)
+    training = dataclasses.replace(loop.training, lr=0.0)
     idle = Balancer(ctx, run.state, None, run.log.log_shares)
     found = {}
     with console.bar("Sequences", len(places), "sequence") as bar:

@@ -155,7 +155,10 @@ def publish(
     Raises:
         TrainingError: one of them failed; the message says where the trained weights are.
     """
-    exported = export_if_missing(settings, folder, target, trained)
+    exported = None
+    if not (settings.output.no_export or settings.training.eval_only):
+        merges = settings.model.merge_lora
+        exported = export_if_missing(settings.output, merges, folder, target, trained)
     prompts = Prompts.of(settings.output, settings.training)
     if prompts.texts:
         dataset, model = folder.facts.get("dataset") or {}, trained.objects.model
@@ -172,20 +175,22 @@ def complete(ctx: DistContext, folder: RunFolder) -> None:
 
 
 def export_if_missing(
-    settings: Settings, folder: RunFolder, target: export.Target, trained: export.TrainedModel
-) -> Path | None:
-    """Export the trained model, unless the flags exclude it or a complete run has exported it.
+    output: OutputSettings,
+    merges: bool,
+    folder: RunFolder,
+    target: export.Target,
+    trained: export.TrainedModel,
+) -> Path:
+    """Export the trained model unless a complete run has exported it; return its folder.
 
-    Returns:
-        The folder with the exported model; None if the flags exclude it.
+    Args:
+        merges: LoRA adapters are merged into the weights (--merge_lora).
     """
-    if settings.output.no_export or settings.training.eval_only:
-        return None
-    is_exported = folder.was_complete and not settings.output.export_hf and target.folder.exists()
+    is_exported = folder.was_complete and not output.export_hf and target.folder.exists()
     if trained.ctx.broadcast_from_rank0(is_exported):
         return target.folder
-    merges, dtype = settings.model.merge_lora, settings.output.export_dtype
-    entry = export.export_model(trained, target, folder.facts, merges, DTYPES[dtype])
+    dtype = DTYPES[output.export_dtype]
+    entry = export.export_model(trained, target, folder.facts, merges, dtype)
     folder.record(export=entry)
     return Path(entry["folder"])
 

@@ -21,6 +21,8 @@ from support.report.run_folder import RunFolder
 from support.report.run_plan import RunPlan, keeps_large_tensors
 from support.report.start_log import StartLog
 from support.settings.data import DataSettings
+from support.settings.debug import DebugSettings
+from support.settings.model import ModelSettings
 from support.settings.output import OutputSettings
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
@@ -56,14 +58,20 @@ def plan_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> RunPla
     return plan
 
 
-def open_log(settings: Settings, ctx: DistContext, folder: RunFolder) -> StartLog:
+def open_log(
+    model: ModelSettings,
+    output: OutputSettings,
+    debug: DebugSettings,
+    ctx: DistContext,
+    folder: RunFolder,
+) -> StartLog:
     """Start to record memory; reports of hangs and of memory that ran out use it."""
     memory = MemoryByPhase(ctx.device)
     ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
     ctx.monitor.explain_memory_with(memory.describe)
-    file = settings.debug.memory_snapshot
+    file = debug.memory_snapshot
     at_end = [record_memory(file, ctx)] if file else []
-    exports_adapters = not (settings.model.merge_lora or settings.output.no_export)
+    exports_adapters = not (model.merge_lora or output.no_export)
     return StartLog(ctx, folder, memory, at_end, exports_adapters)
 
 

@@ -90,7 +90,7 @@ def not_finite(loss: float, step: int | None = None) -> TrainingError:
     location = "" if step is None else f" at step {step}"
     return TrainingError(
         f"{message}{location}: the run stops, and no checkpoint contains that update. "
-        "Try a lower --lr, --warmup_steps, or --precision fp32; --replay shows the data of that step."
+        "Try a lower --lr, --warmup_steps, or --precision fp32. --replay shows that step's data."
     )
 
 

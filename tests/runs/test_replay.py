@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from conftest import FAULT, STRATEGIES, slow
+from conftest import STRATEGIES, slow
 
 # Batches of four sequences on two ranks, and of the same four on one.
 WORK = "--seq_length 32 --num_samples 38 --save_every 4 --no_export --no_eval --weight_decay 1"
@@ -44,9 +44,9 @@ def check_sequences(replay, total):
     norms = np.array([layer["gradient_norm"] for layer in replay["layers"]])
     assert np.sqrt((norms**2).sum()) == pytest.approx(replay["grad_norm"])
     for one in sequences:
-        assert all(origin["row"].startswith("pydocs, ") for origin in one["origins"])
-        words = one["text"].split("\n")[len(one["text"].split("\n")) // 2].strip()
-        assert any(words in topics[o["row"].removeprefix("pydocs, ")] for o in one["origins"])
+        documents = one["text"].split("<|endoftext|>")
+        for text, origin in zip(documents, one["origins"], strict=True):
+            assert text.strip() in topics[origin["row"].removeprefix("pydocs, ")]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_replay_that_cannot_be_made(script, run):
     def refused(*flags, folder=run.folder, ranks=2):
         launcher = "torchrun" if ranks > 1 else "python"
         done = script(*flags, launcher=launcher, ranks=ranks, folder=folder, ok=False)
-        assert done.code == 2
+        assert done.code == (2 if ranks == 1 else 1)  # torchrun exits with 1
         return done.error
 
     before = files_of(run.folder)
@@ -130,9 +130,10 @@ def test_skipped_steps_are_not_trained_on(script, tmp_path):
     # A checkpoint after the step contains its update, unless it was skipped before.
     refused = script(*work, "--resume", "--skip_steps", "7,10", folder=tmp_path, ok=False)
     assert refused.code == 2 and "--skip_steps 7" in refused.error
-    again = script(*work, "--resume", start.with_name("step-00000008"), "--skip_steps", "6,9")
+    later = start.with_name("step-00000008")
+    again = script(*work, "--resume", later, "--skip_steps", "6,9", folder=tmp_path)
     assert again.results["skipped_steps"] == [6, 9]
-    replay = script(*work, "--skip_steps", "6,10", "--replay", "8", folder=tmp_path)
+    replay = script(*work, "--skip_steps", "6,9", "--replay", "8", folder=tmp_path)
     assert replay_of(replay, 8)["equal"] is True
 
 
@@ -167,7 +168,9 @@ def test_the_page_and_the_replay_name_a_bad_row(script, tmp_path, begin):
 
     report = [sys.executable, PROJECT / "scripts" / "report.py", run.folder]
     printed = subprocess.run(report, capture_output=True, text=True, check=True).stdout
-    assert {int(line.split()[1][:-1]) for line in printed.splitlines() if " step " in line} == {*bad}
+    assert {int(line.split()[1][:-1]) for line in printed.splitlines() if " step " in line} == {
+        *bad
+    }
     command = printed.splitlines()[-1]
     assert "--replay" in command
     for step, line in lines.items():

@@ -18,7 +18,7 @@ from support import PROJECT
 ORDER = [
     *(
         ["startup"],
-        ["chat", "commands", "planner"],
+        ["chat", "commands", "planner", "replay"],
         ["choice"],
         ["report"],
         ["balance", "checkpoints"],

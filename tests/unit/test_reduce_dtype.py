@@ -110,6 +110,8 @@ def test_the_estimate_sends_half_of_the_gradients(strategy, accumulation):
 def test_runs_of_earlier_versions_are_understood():
     """They had an entry of fsdp only."""
     old, new = {"fsdp_reduce_dtype": "bf16"}, {"reduce_dtype": None}
-    assert differences(old, new, *WHERE) == ["reduce_dtype bf16 in the checkpoint, None in this run"]
+    assert differences(old, new, *WHERE) == [
+        "reduce_dtype bf16 in the checkpoint, None in this run"
+    ]
     assert differences({"lr": 1}, new, *WHERE) == []
     assert facts_of({"run_signature": {"told": old}})["reduce_dtype"] == "bf16"
