@@ -23,7 +23,7 @@ def replay(run: Run, loop: Loop, datasets: Datasets, data: DataSettings, ctx: Di
     if not ctx.is_main:
         return
     facts = run.folder.facts
-    now = {**{key: facts[key] for key in WAY}, "checkpoint": facts["flags"]["resume"]}
+    now = {**{key: facts[key] for key in WAY}, "checkpoint": facts["flags"].get("resume")}
     replayed = record_of(loop.step, repeated, now, folder, loop.training.max_grad_norm)
     tokenizer = run.manager.spec.tokenizer
     replayed["sequences"] = sequences_of(repeated, datasets, data, facts["dataset"], tokenizer)
