@@ -244,9 +244,10 @@ def draw_report(folder: Path) -> None:
         print("report.png is left out: it needs Chromium.", file=sys.stderr)
         return
     page = folder / "report.html"
-    report = [sys.executable, "scripts/report.py", str(folder / TRACED[1]), "--out", str(page)]
+    run = str(folder / TRACED[0])
+    report = [sys.executable, "scripts/report.py", run, "--out", str(page)]
     subprocess.run(report, cwd=PROJECT, check=True, stdout=subprocess.DEVNULL)
-    page.write_text(page.read_text("utf-8").replace(f"{folder}/", "runs/"), encoding="utf-8")
+    page.write_text(page.read_text("utf-8").replace(run, "runs/two"), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,830"]
     picture = f"--screenshot={IMAGES / 'report.png'}"
     command = [browser, *options, picture, page.as_uri()]

@@ -173,8 +173,7 @@ def loss_terms(work: Workload) -> list[Term]:
     if work.loss_in_graph:
         logits, head = c * work.tokens * vocabulary, gradients_of_head(work)
         # On a CPU the logits' gradient replaces them. On a GPU it is a second tensor, next to the
-        # 16-bit gradient of the input (measured, benchmarks/RESULTS.md); the head's gradients come
-        # later.
+        # 16-bit gradient of the input (measured: RESULTS.md); the head's gradients come later.
         second = logits + c * inputs if work.device.type == "cuda" else 0
         return [
             Term("loss: logits", logits, (LOSS, BACKWARD)),
