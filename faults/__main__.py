@@ -1,0 +1,67 @@
+"""Plant each fault of the museum in a copy of the project, and run the check that shows it.
+
+    python -m faults                             # all faults, and 20 seeds without a fault
+    python -m faults mean_of_means --seeds 1     # one fault, and one seed without it
+    python -m faults --list                      # the names of the faults
+    make faults                                  # all, then renew docs/FAULTS.md and its figure
+
+Exit codes: 0 if every fault is caught and no check raises an alarm without a fault, 1 if not, 2 for
+wrong usage.
+"""
+
+import json
+from pathlib import Path
+from tempfile import gettempdir
+
+from faults.catalogue import FAULTS
+from faults.fault import Fault
+from support import programs
+from support.cli.parser import Parser
+from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
+from support.files.atomic import TemporaryFolder, write_text
+from support.settings import flag_types
+
+RESULTS = Path(__file__).parent / "results.json"
+SEEDS = 20
+
+
+def main() -> int:
+    """Run the museum, print what was found, and return the exit code."""
+    parser = Parser.of_script(__doc__)
+    parser.add_argument("names", metavar="NAME", nargs="*", help="a fault (default: all)")
+    seeds = "runs of each check without a fault, with other seeds and data"
+    parser.add_argument("--seeds", type=flag_types.natural_int, default=SEEDS, help=seeds)
+    write = "write faults/results.json, docs/FAULTS.md and docs/faults.png (all faults only)"
+    parser.add_argument("--write", action="store_true", help=write)
+    parser.add_argument("--list", action="store_true", help="print the names of the faults")
+    args = parser.parse_args()
+    faults = chosen(args.names)
+    if args.list:
+        print("\n".join(f"{fault.name}: {fault.title}" for fault in faults))
+        return EXIT_COMPLETED
+    if args.write and len(faults) < len(FAULTS):
+        raise UserError("--write needs the results of all faults: leave out the names.")
+    from faults import run  # imports what runs the programs
+
+    temporary = TemporaryFolder(Path(gettempdir()), "fault_museum_", mode=0o700)
+    try:
+        results = run.run_all(faults, args.seeds, temporary.path)
+    finally:
+        temporary.remove()
+    print(f"\n{run.as_table(results)}\n{run.summary(results)}")
+    failed = bool(results.missed or results.alarms)
+    if args.write and not failed:
+        write_text(RESULTS, json.dumps(run.as_json(results), indent=1) + "\n")
+    return EXIT_FAILED if failed else EXIT_COMPLETED
+
+
+def chosen(names: list[str]) -> list[Fault]:
+    """Return the faults with these names; all without a name."""
+    known = {fault.name: fault for fault in FAULTS}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{unknown[0]} is not a fault: --list prints the names.")
+    return [known[name] for name in names] or list(FAULTS)
+
+
+if __name__ == "__main__":
+    programs.run_command_line(main)

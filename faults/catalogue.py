@@ -1,0 +1,11 @@
+"""All faults of the museum."""
+
+from faults import data, gradients
+from faults.fault import GROUPS, Fault
+
+FAULTS: tuple[Fault, ...] = (*gradients.FAULTS, *data.FAULTS)
+
+
+def by_group() -> dict[str, list[Fault]]:
+    """Return the faults of each group, in the order of the page."""
+    return {group: [fault for fault in FAULTS if fault.group == group] for group in GROUPS}
