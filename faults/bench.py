@@ -105,8 +105,8 @@ class Bench:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher = [*launcher, f"--nproc_per_node={launch.ranks}"] if launch.ranks > 1 else []
         script = str(self.project / "real_model_example.py")
-        where = ["--seed", str(self.seed), "--output_dir", str(folder)]
-        return self._start([*launcher, script, *self.words(launch), *where], folder=folder)
+        words = [*self.words(launch), "--output_dir", str(folder)]
+        return self._start([*launcher, script, *words], folder=folder)
 
     def train(self, launch: Launch) -> Path:
         """Return the output folder of a completed run, which is made at the first call.
@@ -124,8 +124,12 @@ class Bench:
         return self._trained[launch]
 
     def words(self, launch: Launch) -> list[str]:
-        """Return the flags of a run, with the names of files."""
-        return [word.format(**self.files) for word in launch.flags.split()]
+        """Return the flags of a run, with the names of files.
+
+        A copy has a token cache of its own: tokens of the clean copy would hide a fault.
+        """
+        flags = [word.format(**self.files) for word in launch.flags.split()]
+        return [*flags, "--seed", str(self.seed), "--cache_dir", str(self.folder / "cache")]
 
     def _start(
         self, command: list[str], env: dict[str, str] | None = None, folder: Path | None = None

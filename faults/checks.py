@@ -19,6 +19,22 @@ EXACT = f"{WORK} --dropout 0"
 WHOLE = Launch(f"{EXACT} --batch_size 8")  # one process, without accumulation
 SPLIT = f"{EXACT} --batch_size 1 --gradient_accumulation_steps 4"
 DP, ZERO2, FSDP = (Launch(f"{SPLIT} --strategy {name}", 2) for name in ("dp", "zero2", "fsdp"))
+DROPOUT = Launch(f"{WORK} --dropout 0.1 --batch_size 8")
+CHECKPOINTED = Launch(f"{WORK} --dropout 0.1 --batch_size 8 --gradient_checkpointing")
+# All 144 examples in one batch, so that a step has the same ones with and without --packing.
+UNPACKED = Launch(
+    "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --epochs 4 --lr 1e-3 "
+    "--precision fp32 --no_export --dropout 0 --batch_size 144"
+)
+PACKED = Launch(f"{UNPACKED.flags} --packing")
+# A learning rate whose updates bf16 cannot add to most weights, and steps enough to see it.
+FP32, BF16 = (
+    Launch(
+        "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --max_steps 60 "
+        f"--lr 1e-4 --no_export --no_eval --dropout 0 --batch_size 8 --precision {precision}"
+    )
+    for precision in ("fp32", "bf16")
+)
 UNTRAINED = Launch(f"{EXACT} --batch_size 2".replace("--lr 1e-3", "--lr 1e-20"))
 
 
@@ -65,7 +81,10 @@ def sentence(output: str, marks: tuple[str, ...]) -> str:
 class Prove:
     """--prove: one step, made in five ways, two of which are by transformers.Trainer."""
 
-    flags: str = "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --strategy zero2"
+    flags: str = (
+        "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --strategy zero2 "
+        "--weight_decay 0.1"
+    )
 
     @property
     def command(self) -> str:
@@ -78,13 +97,10 @@ class Prove:
         env = {"FAULT_SCRIPT": str(bench.project / "real_model_example.py")}
         env["FAULT"] = f"prove:{bench.workshop.python.python}:none"
         words = bench.words(Launch(self.flags))
-        arguments = [*words, "--seed", bench.seed, "--prove"]
-        ended = bench.run("tests/helpers/fault.py", *arguments, env=env)
+        ended = bench.run("tests/helpers/fault.py", *words, "--prove", env=env)
         lines = [line for line in ended.output.splitlines() if re.match("❌|✅ Equal", line)]
-        if ended.code not in (0, 1) or not lines or "not equal" not in lines[0] + "not equal":
+        if not lines or (ended.code != 0 and "not equal" not in lines[0]):
             raise TrainingError(f"--prove failed: {ended.output[-500:]}")
-        if ended.code == 1 and "not equal" not in lines[0]:
-            raise TrainingError(f"--prove failed: {lines[0]}")
         return Finding(ended.code == 1, "--prove", 1 if ended.code else None, lines[0])
 
 
@@ -100,8 +116,7 @@ class SampleTrainsTheAnswer:
     def __call__(self, bench: Bench) -> Finding:
         """Read the marks of the first training sequence."""
         flags = "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --show_sample"
-        launch = Launch(flags)
-        ended = bench.run("real_model_example.py", *bench.words(launch), "--seed", bench.seed)
+        ended = bench.run("real_model_example.py", *bench.words(Launch(flags)))
         lines = re.findall(r"^ *\d+ +\d+ [* ] '.*$", ended.output, re.MULTILINE)
         if ended.code or not lines:
             raise TrainingError(f"--show_sample failed: {ended.output[-500:]}")

@@ -1,43 +1,126 @@
 """Faults of the data and its order."""
 
-from faults.checks import DP, WHOLE, Compare, EpochsAtRateZero
+from faults.checks import (
+    DP,
+    PACKED,
+    UNPACKED,
+    WHOLE,
+    Compare,
+    EpochsAtRateZero,
+    SampleTrainsTheAnswer,
+)
 from faults.fault import Fault, Report
 
 GROUP = "data and order"
 
-SAME_DATA_ON_EVERY_RANK = Fault(
-    "same_data_on_every_rank",
-    GROUP,
-    "every rank trains on the sequences of rank 0",
-    (
-        Report(
-            "openspeech-team/openspeech",
-            149,
-            "Samplers give every rank the same examples under DDP",
+FAULTS = (
+    Fault(
+        "same_data_on_every_rank",
+        GROUP,
+        "Every rank trains on the sequences of rank 0.",
+        (
+            Report(
+                "openspeech-team/openspeech",
+                149,
+                "Samplers give every rank the same examples under DDP",
+            ),
         ),
+        "N ranks train as one: more noise, and 1 / N of the data in an epoch.",
+        Compare(WHOLE, DP),
+        "Print the ids of the first batch on every rank. Or train one step on one rank and on two, "
+        "with the same global batch: the losses must agree.",
     ),
-    "N ranks train as one: the curve is noisier, and an epoch shows the model a share of the data",
-    Compare(WHOLE, DP),
-    "Print the ids of the first batch on every rank. Or train one step with one rank and with two, "
-    "on the same global batch: the losses are equal.",
-    curve=DP,
-)
-
-SAME_ORDER_EVERY_EPOCH = Fault(
-    "same_order_every_epoch",
-    GROUP,
-    "every epoch has the order of the first one",
-    (
-        Report(
-            "pytorch/pytorch",
-            31771,
-            "Without set_epoch, DistributedSampler gives the same order in every epoch",
+    Fault(
+        "same_order_every_epoch",
+        GROUP,
+        "Every epoch has the order of the first one.",
+        (
+            Report(
+                "pytorch/pytorch",
+                31771,
+                "Without set_epoch, DistributedSampler gives the same order in every epoch",
+            ),
+            Report(
+                "huggingface/transformers",
+                4398,
+                "Trainer did not call sampler.set_epoch in distributed training",
+            ),
         ),
+        "Each epoch has the same ups and downs, and the same sequences share a batch.",
+        EpochsAtRateZero(),
+        "Train two epochs with a learning rate of almost 0. The losses of the second epoch must "
+        "not repeat those of the first, step by step; their means must be equal.",
     ),
-    "the same ups and downs in each epoch; overfits the order",
-    EpochsAtRateZero(),
-    "Train two epochs with a learning rate of almost 0. The losses of the second epoch must not "
-    "repeat those of the first step by step, while their means are equal.",
+    Fault(
+        "end_token_not_trained",
+        GROUP,
+        "The end token has no loss, because it is also the padding token.",
+        (
+            Report(
+                "huggingface/trl",
+                1623,
+                "Models trained by SFTTrainer sometimes do not learn to generate the end token",
+            ),
+            Report(
+                "mlabonne/llm-course",
+                33,
+                "With pad_token = eos_token, the model does not learn when to stop",
+            ),
+        ),
+        "Nothing, but the trained model does not stop.",
+        SampleTrainsTheAnswer(),
+        "Print a batch's labels next to its tokens: the last label of each answer must be the end "
+        "token.",
+    ),
+    Fault(
+        "prompt_mask_too_long",
+        GROUP,
+        "The mask of the prompt covers the first token of the answer.",
+        (Report("tloen/alpaca-lora", 306, "The mask of the prompt was one token too long"),),
+        "Nothing; the first word of each answer is not learned.",
+        SampleTrainsTheAnswer(),
+        "Decode the tokens whose labels are not ignored: it must be the answer, all of it.",
+    ),
+    Fault(
+        "documents_attend_to_each_other",
+        GROUP,
+        "Packed examples attend to the examples before them in their sequence.",
+        (
+            Report(
+                "huggingface/nanoVLM",
+                204,
+                "Packed samples attend to earlier samples; positions are not reset",
+            ),
+            Report(
+                "huggingface/trl",
+                784,
+                "Packing does not adjust the attention mask, so samples attend to earlier ones",
+            ),
+        ),
+        "Almost the usual curve; a copy of an earlier example is predicted too well.",
+        Compare(UNPACKED, PACKED),
+        "Compute the loss of two examples, each alone and then packed into one sequence: the sums "
+        "must be equal.",
+    ),
+    Fault(
+        "evaluation_repeats_sequences",
+        GROUP,
+        "The last batch of an evaluation is filled up with the first sequences.",
+        (
+            Report(
+                "pytorch/pytorch",
+                25162,
+                "DistributedSampler duplicates samples, which makes the validation accuracy wrong",
+            ),
+            Report(
+                "roboflow/rf-detr",
+                1507,
+                "Validation metrics on several GPUs count the sampler's repeated images",
+            ),
+        ),
+        "The training loss is right, and the evaluation depends on the number of ranks.",
+        Compare(WHOLE, DP),
+        "Evaluate the same weights with batches of 1 and of 8, on one rank and on two: the losses "
+        "must agree to six digits.",
+    ),
 )
-
-FAULTS = (SAME_DATA_ON_EVERY_RANK, SAME_ORDER_EVERY_EPOCH)
