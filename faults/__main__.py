@@ -21,7 +21,6 @@ from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
 from support.files.atomic import TemporaryFolder, write_text
 from support.settings import flag_types
 
-RESULTS = Path(__file__).parent / "results.json"
 SEEDS = 20
 
 
@@ -51,7 +50,10 @@ def main() -> int:
     print(f"\n{run.as_table(results)}\n{run.summary(results)}")
     failed = bool(results.missed or results.alarms)
     if args.write and not failed:
-        write_text(RESULTS, json.dumps(run.as_json(results), indent=1) + "\n")
+        from faults import page
+
+        write_text(page.RESULTS, json.dumps(run.as_json(results), indent=1) + "\n")
+        page.write_page()
     return EXIT_FAILED if failed else EXIT_COMPLETED
 
 

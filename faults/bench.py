@@ -10,6 +10,7 @@ import compileall
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -231,11 +232,11 @@ def write_pairs(file: Path, text: str, seed: int) -> Path:
 
     They have different lengths: if all sequences have the same, faults of a mean are invisible.
     """
-    words, random, rows = text.split(), Random(seed), []
+    words, random, rows = re.findall("[A-Za-z]+", text), Random(seed), []
     for _ in range(ROWS):
         start = random.randrange(len(words) - 40)
-        middle = start + random.randint(2, 6)
-        prompt, answer = words[start:middle], words[middle : middle + random.randint(1, 24)]
+        middle = start + random.randint(2, 4)
+        prompt, answer = words[start:middle], words[middle : middle + random.randint(1, 14)]
         rows.append(json.dumps({"prompt": " ".join(prompt), "completion": f" {' '.join(answer)}"}))
     file.write_text("\n".join(rows), encoding="utf-8")
     return file
@@ -247,7 +248,9 @@ def write_model(folder: Path, text: str) -> None:
 
     folder.mkdir()
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator([text], vocab_size=VOCABULARY, special_tokens=[END])
+    tokenizer.train_from_iterator(
+        [text], vocab_size=VOCABULARY, special_tokens=[END], show_progress=False
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     of_tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))

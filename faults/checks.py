@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from ast import literal_eval
 from dataclasses import dataclass
 
 from faults.bench import END, Bench, Launch
@@ -12,25 +13,32 @@ from support.errors import TrainingError
 
 # A global batch of 8 sequences on 37: four whole steps, then one of 5, whose micro-batches are
 # short. Two epochs make 10 steps. All of them are the same work for every split and strategy.
-WORK = """--model {model} --from_scratch --dataset {pairs} --seq_length 48 --num_samples 37
+WORK = """--model {model} --from_scratch --dataset {pairs} --seq_length 64 --num_samples 37
     --epochs 2 --eval_samples 9 --lr 1e-3 --precision fp32 --no_export"""
 WORK = " ".join(WORK.split())
 EXACT = f"{WORK} --dropout 0"
 WHOLE = Launch(f"{EXACT} --batch_size 8")  # one process, without accumulation
 SPLIT = f"{EXACT} --batch_size 1 --gradient_accumulation_steps 4"
-DP, ZERO2, FSDP = (Launch(f"{SPLIT} --strategy {name}", 2) for name in ("dp", "zero2", "fsdp"))
+DP, FSDP = (Launch(f"{SPLIT} --strategy {name}", 2) for name in ("dp", "fsdp"))
+# The runs of the figure.
+LONG = Launch(
+    "--model {model} --from_scratch --dataset {pairs} --seq_length 64 --max_steps 100 --lr 3e-3 "
+    "--precision fp32 --no_export --no_eval --dropout 0 --batch_size 1 "
+    "--gradient_accumulation_steps 4",
+    2,
+)
 DROPOUT = Launch(f"{WORK} --dropout 0.1 --batch_size 8")
 CHECKPOINTED = Launch(f"{WORK} --dropout 0.1 --batch_size 8 --gradient_checkpointing")
 # All 144 examples in one batch, so that a step has the same ones with and without --packing.
 UNPACKED = Launch(
-    "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --epochs 4 --lr 1e-3 "
+    "--model {model} --from_scratch --dataset {pairs} --seq_length 64 --epochs 4 --lr 1e-3 "
     "--precision fp32 --no_export --dropout 0 --batch_size 144"
 )
 PACKED = Launch(f"{UNPACKED.flags} --packing")
 # A learning rate whose updates bf16 cannot add to most weights, and steps enough to see it.
 FP32, BF16 = (
     Launch(
-        "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --max_steps 60 "
+        "--model {model} --from_scratch --dataset {pairs} --seq_length 64 --max_steps 120 "
         f"--lr 1e-4 --no_export --no_eval --dropout 0 --batch_size 8 --precision {precision}"
     )
     for precision in ("fp32", "bf16")
@@ -44,11 +52,14 @@ class Compare:
 
     first: Launch
     second: Launch
+    what: str  # what the runs are
+
+    command = "python scripts/compare_runs.py A B"
 
     @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "python scripts/compare_runs.py A B"
+    def about(self) -> str:
+        """What the runs are."""
+        return f"where {self.what}"
 
     def __call__(self, bench: Bench) -> Finding:
         """Compare the runs; the exit code is the verdict."""
@@ -73,7 +84,7 @@ def verdict_of_comparison(code: int, output: str) -> Finding:
 
 def sentence(output: str, marks: tuple[str, ...]) -> str:
     """Return the first paragraph of an output that begins with one of the marks."""
-    paragraphs = output.split("\n\n")
+    paragraphs = (text.strip() for text in output.split("\n\n"))
     return next((text for text in paragraphs if text.startswith(marks)), "")
 
 
@@ -82,14 +93,12 @@ class Prove:
     """--prove: one step, made in five ways, two of which are by transformers.Trainer."""
 
     flags: str = (
-        "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --strategy zero2 "
+        "--model {model} --from_scratch --dataset {pairs} --seq_length 64 --strategy zero2 "
         "--weight_decay 0.1"
     )
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "python real_model_example.py --prove"
+    command = "python real_model_example.py --prove"
+    about = "which makes a step in five ways, two of them with transformers.Trainer"
 
     def __call__(self, bench: Bench) -> Finding:
         """Make the step; the exit code is the verdict."""
@@ -108,23 +117,20 @@ class Prove:
 class SampleTrainsTheAnswer:
     """--show_sample: the trained tokens are those of the answer, up to its end token."""
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "python real_model_example.py --show_sample"
+    command = "python real_model_example.py --show_sample"
+    about = "whose marked tokens must be an answer with its end token"
 
     def __call__(self, bench: Bench) -> Finding:
         """Read the marks of the first training sequence."""
-        flags = "--model {model} --from_scratch --dataset {pairs} --seq_length 48 --show_sample"
+        flags = "--model {model} --from_scratch --dataset {pairs} --seq_length 64 --show_sample"
         ended = bench.run("real_model_example.py", *bench.words(Launch(flags)))
-        lines = re.findall(r"^ *\d+ +\d+ [* ] '.*$", ended.output, re.MULTILINE)
-        if ended.code or not lines:
+        tokens = re.findall(r"^ *\d+ +\d+ ([* ]) (['\"].*)$", ended.output, re.MULTILINE)
+        if ended.code or not tokens:
             raise TrainingError(f"--show_sample failed: {ended.output[-500:]}")
-        marked = [re.sub(r"^.*? \* '(.*)'$", r"\1", line) for line in lines if " * '" in line]
+        trained = "".join(literal_eval(text) for mark, text in tokens if mark == "*")
         rows = map(json.loads, bench.files["pairs"].read_text(encoding="utf-8").splitlines())
-        answers = {f"{row['completion']}{END}" for row in rows}
-        is_answer = "".join(marked) in answers
-        return Finding(not is_answer, "--show_sample", None, lines[-1].strip())
+        is_answer = trained in {f"{row['completion']}{END}" for row in rows}
+        return Finding(not is_answer, "--show_sample", None, f"trained: {trained!r}")
 
 
 @dataclass(frozen=True)
@@ -137,10 +143,8 @@ class EpochsAtRateZero:
 
     launch: Launch = UNTRAINED
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "two epochs with --lr 1e-20, and metrics.jsonl"
+    command = "python real_model_example.py --epochs 2 --lr 1e-20"
+    about = "where the losses of the second epoch must not be those of the first"
 
     def __call__(self, bench: Bench) -> Finding:
         """Compare the losses of the epochs."""
@@ -152,3 +156,16 @@ class EpochsAtRateZero:
         step = records[len(epochs[0])]["step"] if repeated else None
         evidence = f"{len(steps)} of the {len(epochs[0])} losses of epoch 1 come again in epoch 2"
         return Finding(repeated, "metrics.jsonl", step, evidence)
+
+
+def _and_two_ranks(launch: Launch, strategy: str) -> Compare:
+    what = f"two ranks of {strategy} with four micro-batches of 1 each"
+    return Compare(WHOLE, launch, f"A is one process with a batch of 8, and B {what}")
+
+
+ONE_AND_DP, ONE_AND_FSDP = _and_two_ranks(DP, "dp"), _and_two_ranks(FSDP, "fsdp")
+WITH_CHECKPOINTING = Compare(
+    DROPOUT, CHECKPOINTED, "A has dropout, and B also --gradient_checkpointing"
+)
+FP32_AND_BF16 = Compare(FP32, BF16, "A is in fp32, and B in bf16")
+WITH_PACKING = Compare(UNPACKED, PACKED, "all examples are one batch, and B has --packing")

@@ -1,14 +1,6 @@
 """Faults of the data and its order."""
 
-from faults.checks import (
-    DP,
-    PACKED,
-    UNPACKED,
-    WHOLE,
-    Compare,
-    EpochsAtRateZero,
-    SampleTrainsTheAnswer,
-)
+from faults.checks import ONE_AND_DP, WITH_PACKING, EpochsAtRateZero, SampleTrainsTheAnswer
 from faults.fault import Fault, Report
 
 GROUP = "data and order"
@@ -25,8 +17,8 @@ FAULTS = (
                 "Samplers give every rank the same examples under DDP",
             ),
         ),
-        "N ranks train as one: more noise, and 1 / N of the data in an epoch.",
-        Compare(WHOLE, DP),
+        "It falls slower: N ranks train as one, on 1 / N of the data in an epoch.",
+        ONE_AND_DP,
         "Print the ids of the first batch on every rank. Or train one step on one rank and on two, "
         "with the same global batch: the losses must agree.",
     ),
@@ -46,7 +38,7 @@ FAULTS = (
                 "Trainer did not call sampler.set_epoch in distributed training",
             ),
         ),
-        "Each epoch has the same ups and downs, and the same sequences share a batch.",
+        "The same ups and downs in each epoch, and the same sequences share a batch again.",
         EpochsAtRateZero(),
         "Train two epochs with a learning rate of almost 0. The losses of the second epoch must "
         "not repeat those of the first, step by step; their means must be equal.",
@@ -67,7 +59,7 @@ FAULTS = (
                 "With pad_token = eos_token, the model does not learn when to stop",
             ),
         ),
-        "Nothing, but the trained model does not stop.",
+        "Nothing that can be seen, but the trained model does not stop.",
         SampleTrainsTheAnswer(),
         "Print a batch's labels next to its tokens: the last label of each answer must be the end "
         "token.",
@@ -77,7 +69,7 @@ FAULTS = (
         GROUP,
         "The mask of the prompt covers the first token of the answer.",
         (Report("tloen/alpaca-lora", 306, "The mask of the prompt was one token too long"),),
-        "Nothing; the first word of each answer is not learned.",
+        "Nothing that can be seen: the first token of an answer is one of many.",
         SampleTrainsTheAnswer(),
         "Decode the tokens whose labels are not ignored: it must be the answer, all of it.",
     ),
@@ -97,8 +89,8 @@ FAULTS = (
                 "Packing does not adjust the attention mask, so samples attend to earlier ones",
             ),
         ),
-        "Almost the usual curve; a copy of an earlier example is predicted too well.",
-        Compare(UNPACKED, PACKED),
+        "Almost the usual curve, unless an example repeats one before it.",
+        WITH_PACKING,
         "Compute the loss of two examples, each alone and then packed into one sequence: the sums "
         "must be equal.",
     ),
@@ -119,7 +111,7 @@ FAULTS = (
             ),
         ),
         "The training loss is right, and the evaluation depends on the number of ranks.",
-        Compare(WHOLE, DP),
+        ONE_AND_DP,
         "Evaluate the same weights with batches of 1 and of 8, on one rank and on two: the losses "
         "must agree to six digits.",
     ),

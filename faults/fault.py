@@ -49,7 +49,11 @@ class Check(Protocol):
 
     @property
     def command(self) -> str:
-        """What the user runs, in a line of the page."""
+        """What the user runs."""
+
+    @property
+    def about(self) -> str:
+        """What the command does, or what its runs are; the page adds it after a comma."""
 
     def __call__(self, bench: Bench) -> Finding:
         """Run it on a copy of the project, with the seed of the bench.
