@@ -1,4 +1,4 @@
-"""Checks of what outlives the steps: a resumed run, an exported model, counts and memory."""
+"""Checks of the model states: resumed runs, exported models, counts and memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.report.agreement import TOLERANCES, relative
 
 # Of the planned and the measured bytes of a model state; docs/PLAN.md, "On a CPU".
 STATE_TOLERANCE = 0.02
+KEYS = ("prompt", "completion")  # of a row
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,37 @@ class CountedTokens:
 
         tokenizer = Tokenizer.from_file(str(bench.files["model"] / "tokenizer.json"))
         lines = bench.files["pairs"].read_text(encoding="utf-8").splitlines()
-        parts = [(row["prompt"], row["completion"]) for row in map(json.loads, lines)]
-        # An answer ends with the end token; a longer example is cut.
-        lengths = [1 + sum(len(tokenizer.encode(part).ids) for part in row) for row in parts]
-        return sum(min(length, self.seq_length) for length in lengths)
+        rows, known = map(json.loads, lines), 0
+        for row in rows:
+            prompt, answer = (len(tokenizer.encode(row[key]).ids) for key in KEYS)
+            if (
+                prompt < self.seq_length
+            ):  # otherwise nothing is left of the answer, and it is left out
+                known += min(prompt + answer + 1, self.seq_length)  # 1: the end token
+        return known
+
+
+@dataclass(frozen=True)
+class CountedParameters:
+    """The number of parameters in results.json against the numbers in the exported file."""
+
+    launch: Launch  # trains and exports
+
+    @property
+    def command(self) -> str:
+        """What the user runs."""
+        return "a run, `parameters` in results.json, and OUTPUT_DIR/hf/model.safetensors"
+
+    def __call__(self, bench: Bench) -> Finding:
+        """Compare the number of parameters."""
+        from safetensors.torch import load_file
+
+        folder = bench.train(self.launch)
+        weights = load_file(folder / "hf" / "model.safetensors")
+        known = sum(weight.numel() for weight in weights.values())
+        counted = results_of(folder)["parameters"]
+        evidence = f"{counted:,} parameters in results.json, {known:,} in the exported file"
+        return Finding(counted != known, "results.json", None, evidence)
 
 
 @dataclass(frozen=True)
