@@ -97,6 +97,11 @@ class Bench:
         self.files["pairs"] = write_pairs(folder / "pairs.jsonl", workshop.text, seed)
         self._trained: dict[Launch, Path] = {}
 
+    @property
+    def python(self) -> Path:
+        """The interpreter of the programs."""
+        return self.workshop.python.python
+
     def run(self, program: str, *arguments: object, env: dict[str, str] | None = None) -> Ended:
         """Run a program of the copy, such as scripts/compare_runs.py, in the bench's folder."""
         return self._start([str(self.project / program), *map(str, arguments)], env)
@@ -135,7 +140,7 @@ class Bench:
     def _start(
         self, command: list[str], env: dict[str, str] | None = None, folder: Path | None = None
     ) -> Ended:
-        python = self.workshop.python.python
+        python = self.python
         variables = {**os.environ, "PYTHON_EXEC": str(python), **(env or {})}
         pipes = {
             "stdin": subprocess.DEVNULL,

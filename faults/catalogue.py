@@ -1,9 +1,15 @@
 """All faults of the museum."""
 
-from faults import data, gradients
+from faults import data, export, gradients, memory, resume
 from faults.fault import GROUPS, Fault
 
-FAULTS: tuple[Fault, ...] = (*gradients.FAULTS, *data.FAULTS)
+FAULTS: tuple[Fault, ...] = (
+    *gradients.FAULTS,
+    *data.FAULTS,
+    *resume.FAULTS,
+    *export.FAULTS,
+    *memory.FAULTS,
+)
 
 
 def by_group() -> dict[str, list[Fault]]:
