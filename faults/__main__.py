@@ -1,6 +1,7 @@
 """Plant each fault of the museum in a copy of the project, and run the check that shows it.
 
-    python -m faults                             # all faults, and 20 seeds without a fault
+    python -m faults                             # all faults, and 20 seeds without a fault, and
+                                                 # the fault of a DeepSpeed release
     python -m faults mean_of_means --seeds 1     # one fault, and one seed without it
     python -m faults --list                      # the names of the faults
     make faults                                  # all, then renew docs/FAULTS.md and its figure
@@ -9,16 +10,13 @@ Exit codes: 0 if every fault is caught and no check raises an alarm without a fa
 wrong usage.
 """
 
-import json
-from pathlib import Path
-from tempfile import gettempdir
+import time
 
 from faults.catalogue import FAULTS
 from faults.fault import Fault
 from support import programs
 from support.cli.parser import Parser
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, UserError
-from support.files.atomic import TemporaryFolder, write_text
 from support.settings import flag_types
 
 SEEDS = 20
@@ -40,20 +38,21 @@ def main() -> int:
         return EXIT_COMPLETED
     if args.write and len(faults) < len(FAULTS):
         raise UserError("--write needs the results of all faults: leave out the names.")
-    from faults import run  # imports what runs the programs
+    # Imports what runs the programs.
+    from faults import bench, deepspeed_release, run
 
-    temporary = TemporaryFolder(Path(gettempdir()), "fault_museum_", mode=0o700)
-    try:
-        results = run.run_all(faults, args.seeds, temporary.path)
-    finally:
-        temporary.remove()
+    with bench.workshop_in_temporary_folder() as workshop:
+        results = run.run_all(faults, args.seeds, workshop)
+        if not args.names:
+            started = time.monotonic()
+            results.release = deepspeed_release.show(workshop, run.SEED)
+            results.seconds += time.monotonic() - started
     print(f"\n{run.as_table(results)}\n{run.summary(results)}")
     failed = bool(results.missed or results.alarms)
     if args.write and not failed:
         from faults import page
 
-        write_text(page.RESULTS, json.dumps(run.as_json(results), indent=1) + "\n")
-        page.write_page()
+        page.write(run.as_json(results))
     return EXIT_FAILED if failed else EXIT_COMPLETED
 
 

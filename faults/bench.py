@@ -14,13 +14,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from tempfile import gettempdir
 from typing import NamedTuple
 
 from support import PROJECT
 from support.errors import TrainingError, UserError
+from support.files.atomic import TemporaryFolder
 
 sys.path.append(str(PROJECT / "tests" / "helpers"))
 
@@ -84,6 +88,20 @@ class Workshop:
         shutil.copytree(self.clean, target)
         apply_patch(patch, target)
         return target
+
+
+@contextmanager
+def workshop_in_temporary_folder() -> Iterator[Workshop]:
+    """Yield a workshop, and remove its folder."""
+    temporary = TemporaryFolder(Path(gettempdir()), "fault_museum_", mode=0o700)
+    try:
+        workshop = Workshop(temporary.path)
+        try:
+            yield workshop
+        finally:
+            workshop.stop()
+    finally:
+        temporary.remove()
 
 
 class Bench:

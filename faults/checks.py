@@ -19,7 +19,7 @@ WORK = " ".join(WORK.split())
 EXACT = f"{WORK} --dropout 0"
 WHOLE = Launch(f"{EXACT} --batch_size 8")  # one process, without accumulation
 SPLIT = f"{EXACT} --batch_size 1 --gradient_accumulation_steps 4"
-DP, FSDP = (Launch(f"{SPLIT} --strategy {name}", 2) for name in ("dp", "fsdp"))
+DP, ZERO2, FSDP = (Launch(f"{SPLIT} --strategy {name}", 2) for name in ("dp", "zero2", "fsdp"))
 # The runs of the figure.
 LONG = Launch(
     "--model {model} --from_scratch --dataset {pairs} --seq_length 64 --max_steps 100 --lr 3e-3 "

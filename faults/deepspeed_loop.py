@@ -32,7 +32,7 @@ labels = torch.randint(4, (STEPS, MICRO_BATCHES, RANKS, SAMPLES))
 plain = copy.deepcopy(model)
 plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
 # An op for inference that would be compiled for 30 seconds.
-importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
 deepspeed.init_distributed("gloo", verbose=False)
 rank = dist.get_rank()
 engine, _, _, _ = deepspeed.initialize(

@@ -19,19 +19,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, NamedTuple
 
-from faults.bench import Bench, Ended, Workshop
+from faults.bench import Bench, Ended, Workshop, workshop_in_temporary_folder
 from faults.checks import DP, ZERO2, Compare
 from faults.fault import Fault, Report
 from support import programs
 from support.cli.parser import Parser
 from support.errors import EXIT_COMPLETED, EXIT_FAILED, TrainingError
-from support.files.atomic import TemporaryFolder
 from support.report.agreement import TOLERANCES, relative
 from support.strategies.deepspeed.requirements import deepspeed_release
 
@@ -61,7 +57,7 @@ DEEPSPEED_RELEASE = Fault(
         ),
     ),
     "The loss of step 1 is right. Then it falls as with a quarter of the batch: with more noise.",
-    Compare(DP, ZERO2),
+    Compare(DP, ZERO2, "A is dp and B zero2, both with four micro-batches"),
     "Print the gradient norm of step 1 with four micro-batches, and with one micro-batch of the "
     "same sequences: they must agree up to rounding.",
 )
@@ -183,20 +179,6 @@ def download(target: Path) -> Path:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise TrainingError(f"pip cannot install it: {(errors or ['no message'])[-1]}")
     return target
-
-
-@contextmanager
-def workshop_in_temporary_folder() -> Iterator[Workshop]:
-    """Yield a workshop, and remove its folder."""
-    temporary = TemporaryFolder(Path(gettempdir()), "fault_museum_", mode=0o700)
-    try:
-        workshop = Workshop(temporary.path)
-        try:
-            yield workshop
-        finally:
-            workshop.stop()
-    finally:
-        temporary.remove()
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
 """Faults of sharding and of the exported model."""
 
 from faults.bench import Launch
-from faults.checks import EXACT, FSDP, SPLIT, WHOLE, Compare
+from faults.checks import EXACT, ONE_AND_FSDP, SPLIT
 from faults.fault import Fault, Report
 from faults.state_checks import Reload
 
 GROUP = "sharding and export"
-EVALUATED = "--dataset {pairs} --seq_length 48 --num_samples 37 --eval_samples 9 --precision fp32"
+EVALUATED = "--dataset {pairs} --seq_length 64 --num_samples 37 --eval_samples 9 --precision fp32"
 # With a scale of 8 and a high learning rate, adapters matter after few steps.
 MERGED = Reload(
     Launch(
@@ -84,7 +84,7 @@ FAULTS = (
             ),
         ),
         "Close to the right curve at first: another model, with more parameters, is trained.",
-        Compare(WHOLE, FSDP),
+        ONE_AND_FSDP,
         "Train some steps with sharding and without: the losses must agree to four digits. And "
         "compare data_ptr() of the two weights after the model was sharded.",
     ),

@@ -5,7 +5,7 @@ from faults.fault import Fault, Report
 from faults.state_checks import CountedParameters, CountedTokens, PlannedStates
 
 GROUP = "memory and counts"
-SEQ_LENGTH = 48
+SEQ_LENGTH = 64
 # One epoch of all rows, on two ranks.
 EPOCH = Launch(
     f"--model {{model}} --from_scratch --dataset {{pairs}} --seq_length {SEQ_LENGTH} "

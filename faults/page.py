@@ -5,6 +5,7 @@ python -m faults.page       # write both again, for example after a change of a 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from faults.catalogue import FAULTS, by_group
+from faults.deepspeed_release import DEEPSPEED_RELEASE
 from faults.fault import Fault
 from support import PROJECT, programs
 from support.errors import UserError
@@ -48,6 +50,14 @@ FIGURE_TEXT = (
 )
 
 
+def write(results: dict) -> None:
+    """Write results.json; without a network it keeps what it had about the DeepSpeed release."""
+    if "evidence" not in results["release"] and RESULTS.exists():
+        results["release"] = read_json(RESULTS)["release"]
+    write_text(RESULTS, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    write_page()
+
+
 def write_page() -> None:
     """Write the page and its figure."""
     results = read_json(RESULTS)
@@ -74,6 +84,7 @@ def page(results: dict) -> str:
             lines += [f"## {group.capitalize()}", ""]
             for fault in faults:
                 lines += section(fault, results["faults"][fault.name])
+    lines += section_of_release(results["release"])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -111,19 +122,64 @@ def table(results: dict) -> list[str]:
 
 def section(fault: Fault, found: dict) -> list[str]:
     """Return the lines about a fault."""
-    reports = [f"[{report.repository}#{report.number}]({report.url})" for report in fault.reports]
-    said = [f"{link}: {r.says}." for link, r in zip(reports, fault.reports, strict=True)]
     at = f" at step {found['step']}" if found["step"] else ""
     lines = [f"### {fault.name}", "", *wrapped(fault.title), ""]
-    lines += ["<!-- illustration -->", "```diff", *diff_of(fault), "```", ""]
-    lines += ["Reported in", ""]
-    for text in said:
-        lines += wrapped(f"- {text}", "  ")
-    lines += ["", *wrapped(f"Loss curve: {fault.effect}"), ""]
-    check = f"`{fault.check.command}`, {fault.check.about}"
-    lines += [*wrapped(f"Shown{at} by {check}:"), ""]
-    lines += ["<!-- illustration -->", "```text", *wrapped(found["evidence"]), "```", ""]
+    lines += [
+        "<!-- illustration -->",
+        "```diff",
+        *diff_of(fault),
+        "```",
+        "",
+        *reports_of(fault),
+        "",
+    ]
+    lines += [*wrapped(f"Loss curve: {fault.effect}"), ""]
+    lines += [*wrapped(f"Shown{at} by {check_of(fault)}:"), "", *output(found["evidence"]), ""]
     return [*lines, *wrapped(f"In any trainer: {fault.elsewhere}"), ""]
+
+
+def section_of_release(found: dict) -> list[str]:
+    """Return the lines about the fault that is not planted."""
+    fault, release, installed = DEEPSPEED_RELEASE, found["release"], found["installed"]
+    whole, wrong = found["loop"][release][0]
+    right = found["loop"][installed][0][1]
+    loop = (
+        "A plain loop ([deepspeed_loop.py](../faults/deepspeed_loop.py)) compares the gradient "
+        f"norm of step 1 with that of the whole batch, {whole:.4f}: it is {wrong:.4f} with "
+        f"DeepSpeed {release}, and {right:.4f} with {installed}. This project refuses the release:"
+    )
+    shown = f"A copy without this refusal shows the fault at step {found['step']}"
+    lines = [f"## Not planted: DeepSpeed {release}", "", *wrapped(fault.title), ""]
+    lines += [
+        *reports_of(fault),
+        "",
+        *wrapped(f"Loss curve: {fault.effect}"),
+        "",
+        *wrapped(loop),
+        "",
+    ]
+    lines += [*output(found["refusal"]), "", *wrapped(f"{shown}, by {check_of(fault)}:"), ""]
+    lines += [*output(found["evidence"]), "", *wrapped(f"In any trainer: {fault.elsewhere}"), ""]
+    return [*lines, *wrapped("`python -m faults.deepspeed_release` repeats this part."), ""]
+
+
+def reports_of(fault: Fault) -> list[str]:
+    """Return the lines of the list of public reports."""
+    lines = ["Reported in", ""]
+    for report in fault.reports:
+        text = f"- [{report.repository}#{report.number}]({report.url}): {report.says}."
+        lines += wrapped(text, "  ")
+    return lines
+
+
+def check_of(fault: Fault) -> str:
+    """Return the command of a check, and what it does."""
+    return f"`{fault.check.command}`, {fault.check.about}"
+
+
+def output(text: str) -> list[str]:
+    """Return a block with what a program printed."""
+    return ["<!-- illustration -->", "```text", *wrapped(text), "```"]
 
 
 def diff_of(fault: Fault) -> Iterator[str]:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from faults.bench import Bench, Workshop
 from faults.fault import Check, Fault, Finding
@@ -40,6 +41,7 @@ class Results:
     faults: list[Fault]
     with_fault: dict[str, Outcome] = field(default_factory=dict)
     without: dict[int, Outcome] = field(default_factory=dict)  # by seed
+    release: dict[str, Any] = field(default_factory=dict)  # of deepspeed_release.show
     seconds: float = 0.0
 
     @property
@@ -68,30 +70,22 @@ def is_caught(outcome: Outcome) -> bool:
     return not outcome.problem and all(finding.caught for finding in outcome.findings.values())
 
 
-def run_all(faults: list[Fault], seeds: int, folder: Path) -> Results:
-    """Run the checks of all faults, and each check without a fault with the seeds 1 to `seeds`.
-
-    Args:
-        folder: an empty folder for the copies and the runs.
-    """
+def run_all(faults: list[Fault], seeds: int, workshop: Workshop) -> Results:
+    """Run the checks of all faults, and each check without a fault with the seeds 1 to `seeds`."""
     started, results = time.monotonic(), Results(faults)
     checks = list(dict.fromkeys(fault.check for fault in faults))
-    workshop = Workshop(folder)
-    try:
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
-            jobs: dict[Future[Outcome], Fault | int] = {}
-            try:
-                for fault in faults:
-                    jobs[pool.submit(run_with_fault, workshop, fault)] = fault
-                for seed in range(1, seeds + 1):
-                    jobs[pool.submit(run_without_fault, workshop, checks, seed)] = seed
-                for outcome, job in in_order_of_end(jobs):
-                    keep(results, outcome, job)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    finally:
-        workshop.stop()
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        jobs: dict[Future[Outcome], Fault | int] = {}
+        try:
+            for fault in faults:
+                jobs[pool.submit(run_with_fault, workshop, fault)] = fault
+            for seed in range(1, seeds + 1):
+                jobs[pool.submit(run_without_fault, workshop, checks, seed)] = seed
+            for outcome, job in in_order_of_end(jobs):
+                keep(results, outcome, job)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     results.seconds = time.monotonic() - started
     return results
 
@@ -210,4 +204,5 @@ def as_json(results: Results) -> dict:
         "versions": versions(),
         "clean_runs": len(results.without),
         "faults": found,
+        "release": results.release,
     }

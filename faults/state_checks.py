@@ -32,10 +32,8 @@ class Resume:
     second: Launch
     saved: int
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "a run, another with --resume, and scripts/compare_runs.py"
+    command = "python scripts/compare_runs.py A B"
+    about = "where B is a run with --resume from a checkpoint of A"
 
     def __call__(self, bench: Bench) -> Finding:
         """Make both runs, and compare the steps in common."""
@@ -60,10 +58,8 @@ class Reload:
     launch: Launch
     data: str
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "--eval_only --model OUTPUT_DIR/hf"
+    command = "python real_model_example.py --eval_only --model OUTPUT_DIR/hf"
+    about = "whose loss must be that of the run's last evaluation"
 
     def __call__(self, bench: Bench) -> Finding:
         """Compare the loss of the trained model with that of the exported one."""
@@ -83,10 +79,8 @@ class CountedTokens:
     launch: Launch  # trains one epoch on all rows
     seq_length: int
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "one epoch, and `tokens` in results.json"
+    command = "python real_model_example.py --epochs 1"
+    about = "whose results.json must have the tokens of all rows"
 
     def __call__(self, bench: Bench) -> Finding:
         """Compare the number of tokens."""
@@ -103,9 +97,7 @@ class CountedTokens:
         rows, known = map(json.loads, lines), 0
         for row in rows:
             prompt, answer = (len(tokenizer.encode(row[key]).ids) for key in KEYS)
-            if (
-                prompt < self.seq_length
-            ):  # otherwise nothing is left of the answer, and it is left out
+            if prompt < self.seq_length:  # otherwise it is left out, because no answer is left
                 known += min(prompt + answer + 1, self.seq_length)  # 1: the end token
         return known
 
@@ -116,10 +108,8 @@ class CountedParameters:
 
     launch: Launch  # trains and exports
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "a run, `parameters` in results.json, and OUTPUT_DIR/hf/model.safetensors"
+    command = "python real_model_example.py"
+    about = "whose results.json must have the parameters of the exported file"
 
     def __call__(self, bench: Bench) -> Finding:
         """Compare the number of parameters."""
@@ -139,10 +129,8 @@ class PlannedStates:
 
     launch: Launch
 
-    @property
-    def command(self) -> str:
-        """What the user runs."""
-        return "a run, and `memory` in results.json: measured and predicted_bytes"
+    command = "python real_model_example.py"
+    about = "whose results.json has the measured memory and the plan"
 
     def __call__(self, bench: Bench) -> Finding:
         """Compare the bytes of parameters, gradients and optimizer states."""

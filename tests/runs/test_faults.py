@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import PROJECT
 
-from faults import fault, run
+from faults import bench, fault, run
 from faults.catalogue import FAULTS
 
 # One of each kind of check.
@@ -34,7 +34,7 @@ def test_a_patch_that_changes_nothing_is_not_caught(tmp_path, monkeypatch):
     header = re.search(r"@@ -(\d+,\d+) ", harmless)[1]
     harmless = re.sub(r"@@ -\S+ \+\S+ @@", f"@@ -{header} +{header} @@", harmless)
     (tmp_path / "mean_of_means.patch").write_text(harmless)
-    (tmp_path / "runs").mkdir()
     monkeypatch.setattr(fault, "PATCHES", tmp_path)
-    results = run.run_all([planted], 0, tmp_path / "runs")
+    with bench.workshop_in_temporary_folder() as workshop:
+        results = run.run_all([planted], 0, workshop)
     assert results.missed == ["mean_of_means"] and not results.with_fault["mean_of_means"].problem

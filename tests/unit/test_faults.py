@@ -10,6 +10,7 @@ from faults import page
 from faults.bench import apply_patch, copy_project
 from faults.catalogue import FAULTS, by_group
 from faults.checks import verdict_of_comparison
+from faults.deepspeed_release import DEEPSPEED_RELEASE
 from faults.fault import GROUPS, PATCHES, Finding
 from faults.run import Outcome, Results
 from support import PROJECT
@@ -53,7 +54,8 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path):
 
 def test_names_are_unique_and_each_patch_has_a_fault():
     assert len(set(NAMES)) == len(NAMES)
-    assert {path.stem for path in PATCHES.glob("*")} == set(NAMES)
+    assert {path.stem for path in PATCHES.glob("*")} == {*NAMES, DEEPSPEED_RELEASE.name}
+    apply_patch(DEEPSPEED_RELEASE.patch, PROJECT, "--check")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -126,6 +128,7 @@ def test_the_published_results_have_all_faults_and_no_alarm():
     results = read_json(page.RESULTS)
     assert results["clean_runs"] >= 20 and results["seconds"] <= 15 * 60
     assert all(found["alarms"] == 0 and found["evidence"] for found in results["faults"].values())
+    assert results["release"]["evidence"]
     assert sum("curves" in found for found in results["faults"].values()) == 4
 
 
