@@ -25,6 +25,7 @@ SEEDS = 20
 def main() -> int:
     """Run the museum, print what was found, and return the exit code."""
     parser = Parser.of_script(__doc__)
+    parser.prog = "python -m faults"
     parser.add_argument("names", metavar="NAME", nargs="*", help="a fault (default: all)")
     seeds = "runs of each check without a fault, with other seeds and data"
     parser.add_argument("--seeds", type=flag_types.natural_int, default=SEEDS, help=seeds)
@@ -36,7 +37,7 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{fault.name}: {fault.title}" for fault in faults))
         return EXIT_COMPLETED
-    if args.write and len(faults) < len(FAULTS):
+    if args.write and args.names:
         raise UserError("--write needs the results of all faults: leave out the names.")
     # Imports what runs the programs.
     from faults import bench, deepspeed_release, run

@@ -124,22 +124,16 @@ def section(fault: Fault, found: dict) -> list[str]:
     """Return the lines about a fault."""
     at = f" at step {found['step']}" if found["step"] else ""
     lines = [f"### {fault.name}", "", *wrapped(fault.title), ""]
-    lines += [
-        "<!-- illustration -->",
-        "```diff",
-        *diff_of(fault),
-        "```",
-        "",
-        *reports_of(fault),
-        "",
-    ]
-    lines += [*wrapped(f"Loss curve: {fault.effect}"), ""]
+    lines += ["<!-- illustration -->", "```diff", *diff_of(fault), "```", ""]
+    lines += [*reports_of(fault), "", *wrapped(f"Loss curve: {fault.effect}"), ""]
     lines += [*wrapped(f"Shown{at} by {check_of(fault)}:"), "", *output(found["evidence"]), ""]
     return [*lines, *wrapped(f"In any trainer: {fault.elsewhere}"), ""]
 
 
 def section_of_release(found: dict) -> list[str]:
-    """Return the lines about the fault that is not planted."""
+    """Return the lines about the fault that is not planted; none if it could not be downloaded."""
+    if "evidence" not in found:
+        return []
     fault, release, installed = DEEPSPEED_RELEASE, found["release"], found["installed"]
     whole, wrong = found["loop"][release][0]
     right = found["loop"][installed][0][1]
@@ -150,14 +144,8 @@ def section_of_release(found: dict) -> list[str]:
     )
     shown = f"A copy without this refusal shows the fault at step {found['step']}"
     lines = [f"## Not planted: DeepSpeed {release}", "", *wrapped(fault.title), ""]
-    lines += [
-        *reports_of(fault),
-        "",
-        *wrapped(f"Loss curve: {fault.effect}"),
-        "",
-        *wrapped(loop),
-        "",
-    ]
+    lines += [*reports_of(fault), "", *wrapped(f"Loss curve: {fault.effect}"), ""]
+    lines += [*wrapped(loop), ""]
     lines += [*output(found["refusal"]), "", *wrapped(f"{shown}, by {check_of(fault)}:"), ""]
     lines += [*output(found["evidence"]), "", *wrapped(f"In any trainer: {fault.elsewhere}"), ""]
     return [*lines, *wrapped("`python -m faults.deepspeed_release` repeats this part."), ""]
