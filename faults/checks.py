@@ -104,7 +104,7 @@ class Prove:
         """Make the step; the exit code is the verdict."""
         # The tests' starter gives --prove the fast interpreter.
         env = {"FAULT_SCRIPT": str(bench.project / "real_model_example.py")}
-        env["FAULT"] = f"prove:{bench.workshop.python.python}:none"
+        env["FAULT"] = f"prove:{bench.python}"
         words = bench.words(Launch(self.flags))
         ended = bench.run("tests/helpers/fault.py", *words, "--prove", env=env)
         lines = [line for line in ended.output.splitlines() if re.match("❌|✅ Equal", line)]
