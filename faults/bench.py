@@ -75,11 +75,13 @@ class Workshop:
         self.clean = copy_project(folder / "clean")
         # Libraries read these variables while they are imported.
         os.environ.update(environment(folder))
+        self.stopped = False
         self.python = Preloaded()
         self.python.for_torchrun()
 
     def stop(self) -> None:
         """End the interpreters, and with them every process that they forked."""
+        self.stopped = True  # an interrupted check must not start its next run
         self.python.stop()
 
     def plant(self, patch: Path) -> Path:
@@ -158,6 +160,8 @@ class Bench:
     def _start(
         self, command: list[str], env: dict[str, str] | None = None, folder: Path | None = None
     ) -> Ended:
+        if self.workshop.stopped:
+            raise TrainingError("interrupted")
         python = self.python
         variables = {**os.environ, "PYTHON_EXEC": str(python), **(env or {})}
         pipes = {

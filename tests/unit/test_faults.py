@@ -138,5 +138,5 @@ def test_wrong_usage_is_one_line():
         ("mean_of_means --write", "--write"),
     ):
         command = [sys.executable, "-m", "faults", *words.split()]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, timeout=60)
         assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
