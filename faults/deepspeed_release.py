@@ -177,7 +177,8 @@ def download(target: Path) -> Path:
         raise TrainingError(f"pip has not finished after {PIP_SECONDS} s.") from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise TrainingError(f"pip cannot install it: {(errors or ['no message'])[-1]}")
+        said = (errors or ["ERROR: no message"])[-1].removeprefix("ERROR: ")
+        raise TrainingError(f"pip cannot download it; it needs a network. pip says: {said}")
     return target
 
 
