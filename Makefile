@@ -6,6 +6,7 @@
 # make test-lower-bounds   the unit tests and a run of each strategy with the oldest supported
 #             releases, in .venv-lower (needs Python 3.10 or 3.11)
 # make docs   build the documents as a site, in site/; broken links and anchors are errors
+# make faults plant documented bugs one at a time, and run the check that shows each (15 minutes)
 # make soak   the full products and repeats (hours)
 # make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
 #
@@ -32,7 +33,7 @@ install-torch = $(1) -m pip install -q "$(2)"
 endif
 LOWER := .venv-lower/bin/python
 
-.PHONY: setup setup-dev demo ops unit test test-all test-lower-bounds lint docs soak bench clean
+.PHONY: setup setup-dev demo ops unit test test-all test-lower-bounds lint docs faults soak bench clean
 
 setup: $(VENV)/installed
 setup-dev: $(VENV)/installed-dev
@@ -103,6 +104,10 @@ test-lower-bounds:
 	$(LOWER) -m pip install -q -r requirements.txt peft tensorboard pytest -c constraints-lower.txt
 	PATH="$(CURDIR)/.venv-lower/bin:$$PATH" TORCHINDUCTOR_COMPILE_THREADS=1 $(LOWER) -m pytest -q -m "not soak" tests/unit \
 		$(EQUAL) --deselect "$(EQUAL)[fsdp]" --deselect "$(EQUAL)[infinity]"
+
+# docs/FAULTS.md, its figure and faults/results.json are renewed if all faults are caught.
+faults: setup-dev
+	$(BIN)/python -m faults --write
 
 soak: setup-dev
 	$(BIN)/python -m pytest -m soak $(PARALLEL)

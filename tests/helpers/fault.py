@@ -20,9 +20,8 @@
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
     logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE;
     and a sample has 15 tokens
-    own_means          the mean of each micro-batch of one sequence has the same weight, whatever its tokens
     deepspeed:RELEASE  no fault: the installed DeepSpeed is this release, according to its metadata
-    prove:PYTHON:FAULT --prove starts its runs with this interpreter and this fault ("none": without)
+    prove:PYTHON       no fault: --prove starts its runs with this interpreter
 
 FAULT_SCRIPT names another script than the project's.
 """
@@ -211,22 +210,11 @@ def plant(kind: str, values: list[str]) -> None:
             return trained_model(manager, state)
 
         wrap(CheckpointManager, "trained_model", speak_and_export)
-    elif kind == "own_means":
-        from support.model.loss import LossMixin
-
-        def mean_of_means(
-            number, forward, model, inputs=None, targets=None, tokens=None, **options
-        ):
-            if targets is not None and len(inputs) == 1:  # of eight micro-batches
-                tokens = 8 * (targets >= 0).sum()
-            return forward(model, inputs, targets, tokens, **options)
-
-        wrap(LossMixin, "forward", mean_of_means)
     elif kind == "prove":
         from support.commands import prove
 
         prove.PYTHON, prove.SCRIPT = values[0], Path(__file__)
-        os.environ.update(PYTHON_EXEC=values[0], FAULT=values[1])
+        os.environ.update(PYTHON_EXEC=values[0], FAULT="none")
     elif kind == "gpus":
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: int(values[0])

@@ -1,0 +1,142 @@
+"""The fault museum: its catalogue and patches, its verdicts, and the page made of its results."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from faults import page
+from faults.bench import apply_patch, copy_project
+from faults.catalogue import FAULTS, by_group
+from faults.checks import verdict_of_comparison
+from faults.deepspeed_release import DEEPSPEED_RELEASE
+from faults.fault import GROUPS, PATCHES, Finding
+from faults.run import Outcome, Results
+from support import PROJECT
+from support.errors import TrainingError, UserError
+from support.files.atomic import read_json
+
+NAMES = [fault.name for fault in FAULTS]
+LINES = 12  # that a patch adds and removes, at most
+
+
+def changed(text: str) -> list[str]:
+    """The lines that a patch adds and removes."""
+    return re.findall(r"^[+-](?![+-]{2} ).*$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
+def test_a_fault_is_a_small_patch_of_the_present_code(fault):
+    apply_patch(fault.patch, PROJECT, "--check")
+    lines = changed(fault.patch.read_text("utf-8"))
+    assert 0 < len(lines) <= LINES
+    assert fault.title.endswith(".")
+
+
+def test_the_patched_code_compiles(tmp_path):
+    clean = copy_project(tmp_path / "clean")
+    for fault in FAULTS:
+        apply_patch(fault.patch, clean)
+        for name in re.findall(
+            r"^\+\+\+ b/(.+\.py)$", fault.patch.read_text("utf-8"), re.MULTILINE
+        ):
+            compile((clean / name).read_text("utf-8"), name, "exec")
+        apply_patch(fault.patch, clean, "--reverse")
+
+
+def test_a_patch_that_does_not_fit_is_an_error(tmp_path):
+    patch = tmp_path / "old.patch"
+    patch.write_text("--- a/README.md\n+++ b/README.md\n@@ -1 +1 @@\n-no such line\n+another\n")
+    with pytest.raises(UserError, match=r"old\.patch does not apply"):
+        apply_patch(patch, PROJECT, "--check")
+
+
+def test_names_are_unique_and_each_patch_has_a_fault():
+    assert len(set(NAMES)) == len(NAMES)
+    assert {path.stem for path in PATCHES.glob("*")} == {*NAMES, DEEPSPEED_RELEASE.name}
+    apply_patch(DEEPSPEED_RELEASE.patch, PROJECT, "--check")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_group_has_enough_faults(group):
+    assert len(by_group()[group]) >= GROUPS[group]
+
+
+def test_each_fault_is_in_a_group_of_the_page():
+    assert sum(map(len, by_group().values())) == len(FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
+def test_each_fault_has_a_public_report(fault):
+    assert fault.reports
+    for report in fault.reports:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", report.repository) and report.number > 0
+        assert len(report.says.split()) <= 15 and not report.says.endswith(".")
+
+
+COMPARED = """
+✅ Equal losses: the losses of B agree with those of A in 10 steps. The largest
+   relative difference is 1.2e-07 (B, step 10); tolerance 0.0001.
+
+"""
+DIFFERENT = """
+❌ B: the losses differ from those of A from step 3 (6.1063 and 6.1124). The gradient
+   norms differ from step 2 (1.8025 and 1.8439). Likely cause: lr.
+
+"""
+
+
+def test_the_exit_code_of_the_comparison_is_the_verdict():
+    assert not verdict_of_comparison(0, COMPARED).caught
+    found = verdict_of_comparison(1, DIFFERENT)
+    assert found.caught and found.step == 2 and found.evidence.startswith("❌ B: the losses")
+    for code, output in ((2, DIFFERENT), (1, COMPARED), (1, "Traceback")):
+        with pytest.raises(TrainingError):
+            verdict_of_comparison(code, output)
+
+
+def outcome(name: str, *caught: bool, problem: str = "") -> Outcome:
+    """What the checks of a job found; each check is a number."""
+    findings = {number: Finding(each, "a check") for number, each in enumerate(caught)}
+    return Outcome(name, findings, problem=problem)
+
+
+def test_a_missed_fault_and_an_alarm_are_named():
+    first, second, third = FAULTS[:3]
+    results = Results([first, second, third])
+    results.with_fault[first.name] = outcome(first.name, True)
+    results.with_fault[second.name] = outcome(second.name, False)
+    results.with_fault[third.name] = outcome(third.name, problem="a run failed")
+    results.without = {
+        1: outcome("one", False),
+        2: outcome("two", True),
+        3: outcome("three", problem="x"),
+    }
+    assert results.missed == [second.name, third.name]
+    assert results.alarms == ["two", "three"]
+    assert results.alarms_of(0) == 2  # a check that could not be run is not silent
+
+
+def test_the_page_is_what_the_results_and_the_catalogue_generate():
+    results = read_json(page.RESULTS)
+    assert page.PAGE.read_text("utf-8") == page.page(results), "stale: python -m faults.page"
+    assert list(results["faults"]) == NAMES, "stale: make faults"
+
+
+def test_the_published_results_have_all_faults_and_no_alarm():
+    results = read_json(page.RESULTS)
+    assert results["clean_runs"] >= 20 and results["seconds"] <= 15 * 60
+    assert all(found["alarms"] == 0 and found["evidence"] for found in results["faults"].values())
+    assert results["release"]["evidence"]
+    assert sum("curves" in found for found in results["faults"].values()) == 4
+
+
+def test_wrong_usage_is_one_line():
+    for words, says in (
+        ("no_such", "--list prints the names"),
+        ("mean_of_means --write", "--write"),
+    ):
+        command = [sys.executable, "-m", "faults", *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, timeout=60)
+        assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
