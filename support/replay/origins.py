@@ -112,7 +112,7 @@ def _find(
 ) -> list[list[Origin]]:
     """Return the origins of `wanted` by sequence.
 
-    Each dataset is read once; a second time if some rows do not have the words of the sequence.
+    Each dataset is read once; a second time if some rows do not have the words of their documents.
     """
     found: dict[Wanted, str] = {}
     names = [name for name, _ in data.dataset] or [data.dataset_name]
@@ -121,9 +121,10 @@ def _find(
         refused = {line.partition(": ")[0] for line in facts.get("bad_rows") or ()}
         own = [each for each in wanted if each.dataset == dataset]
         rows = source.splits["train"]
-        found |= _with_number(_numbered(rows(None), refused), own)
-        if missing := [each for each in own if each not in found and each.words]:
-            found |= _with_words(_numbered(rows(None), refused), missing)
+        counted, unsure = _with_number(_numbered(rows(None), refused), own)
+        found |= counted
+        if unsure:
+            found |= _with_words(_numbered(rows(None), refused), unsure)
     origins: list[list[Origin]] = [[] for _ in range(count)]
     for each in wanted:
         origins[each.sequence].append(Origin(names[each.dataset], found.get(each)))
@@ -145,22 +146,30 @@ def _numbered(rows: PlacedRows, refused: set[str]) -> Iterator[tuple[int, Row]]:
         number += 1
 
 
-def _with_number(rows: Iterator[tuple[int, Row]], wanted: list[Wanted]) -> dict[Wanted, str]:
-    """Return the places of those whose row has their number, and their words."""
+def _with_number(
+    rows: Iterator[tuple[int, Row]], wanted: list[Wanted]
+) -> tuple[dict[Wanted, str], list[Wanted]]:
+    """Return the places of those whose row has their number.
+
+    Returns:
+        The places, and those to search for: without a number, or the row lacks their words. A
+        tokenizer that changes texts has other words; then the number is right.
+    """
     by_number: dict[int, list[Wanted]] = {}
+    unsure = [each for each in wanted if each.row is None]
     for each in wanted:
         if each.row is not None:
             by_number.setdefault(each.row, []).append(each)
-    found = {}
+    found: dict[Wanted, str] = {}
     for number, row in rows:
-        here = by_number.pop(number, [])
-        plain = [each for each in here if not each.words]
-        found |= dict.fromkeys(plain, row.where)
-        if len(plain) < len(here):
-            found |= _search(row, here)
         if not by_number:
             break
-    return found
+        if here := by_number.pop(number, []):
+            with_words = [each for each in here if each.words]
+            confirmed = _search(row, with_words) if with_words else {}
+            unsure += [each for each in with_words if each not in confirmed]
+            found |= dict.fromkeys(here, row.where) | confirmed
+    return found, unsure + [each for left in by_number.values() for each in left]
 
 
 def _with_words(rows: Iterator[tuple[int, Row]], wanted: list[Wanted]) -> dict[Wanted, str]:

@@ -1,0 +1,179 @@
+"""Steps that stand out, the command that repeats one, and the rows of a sequence."""
+
+import json
+import random
+import shlex
+
+import numpy as np
+import pytest
+from streams import tokenized
+from tokenizer_zoo import KINDS, tokenizer_of
+from tokenizers import decoders
+
+from support.cli.parse import parse_arguments
+from support.data.corpus import split_sequences
+from support.data.sequences import Padding
+from support.replay.origins import origins_in_stream, origins_of
+from support.report.outliers import outliers_of, replay_command
+from support.report.replayed import marked_text
+
+LENGTH = 32
+
+
+def records_of(losses, norms=None):
+    return [
+        {"step": step, "loss": loss, "grad_norm": norm}
+        for step, (loss, norm) in enumerate(zip(losses, norms or losses, strict=True), 1)
+    ]
+
+
+def test_only_values_above_the_usual_ones_stand_out():
+    noise = random.Random(0)
+    losses = [8 / (1 + step / 20) + noise.gauss(0, 0.05) for step in range(60)]
+    norms = [2 + noise.gauss(0, 0.1) for _ in range(60)]
+    assert outliers_of(records_of(losses, norms)) == []
+    losses[39] += 3
+    norms[49], norms[20] = 9.0, None  # fp16 overflowed
+    found = outliers_of([{"step": 0, "eval_loss": 8.0}, *records_of(losses, norms)])
+    assert {(one.step, one.key, one.value) for one in found} == {
+        (40, "loss", losses[39]),
+        (50, "grad_norm", 9.0),
+    }
+    losses[30], norms[30] = 0.1, 0.01  # a drop is no harm
+    assert len(outliers_of(records_of(losses, norms))) == 2
+
+
+def test_equal_losses_have_a_spread_of_zero():
+    assert [one.step for one in outliers_of(records_of([2.0] * 10 + [2.1, 5.0]))] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python x.py --lr 1", "python x.py --lr 1 --output_dir 'a b' --replay 7"),
+        ("python x.py --resume --output_dir a", "python x.py --output_dir a --replay 7"),
+        (
+            "python x.py --resume c/step-1 --lr 1",
+            "python x.py --lr 1 --output_dir 'a b' --replay 7",
+        ),
+        (
+            "python x.py --overwrite --resume=c --output_dir=a",
+            "python x.py --output_dir=a --replay 7",
+        ),
+    ],
+)
+def test_the_command_of_a_run_becomes_that_of_a_replay(tmp_path, command, expected):
+    results = {"command": command, "world_size": 1}
+    assert replay_command(results, "a b", 7) == expected
+    words = shlex.split(replay_command({**results, "world_size": 2}, "a b", 7))
+    assert words[:3] == ["torchrun", "--nproc_per_node=2", "x.py"]
+
+
+def test_the_tokens_with_the_largest_losses_are_marked():
+    text = "x" * 400 + "bad" + "y" * 400
+    one = {"text": text, "largest_losses": [{"position": 9, "start": 400, "end": 403, "loss": 9.0}]}
+    assert "x⟦bad⟧y" in marked_text(one) and len(marked_text(one)) < 340
+    assert marked_text({"text": "short", "largest_losses": []}) == "short"
+
+
+# ---------------------------------------------------------------------------- rows of a sequence
+
+
+def bytes_tokenizer():
+    """GPT-2's kind of tokenizer, whose tokens decode to the text."""
+    tokenizer = tokenizer_of("gpt2")
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def opened(file, tokenizer, folder, *flags):
+    """The settings, the sequences of a corpus without a validation split, and its facts."""
+    flags = ["--dataset", str(file), "--seq_length", str(LENGTH), "--validation_split", "0", *flags]
+    settings = parse_arguments(flags)
+    prepared = tokenized(file, tokenizer, folder, bad=1)
+    parts = settings.data, settings.training
+    sequences = split_sequences(prepared, *parts, Padding(LENGTH, 8))[0]
+    return settings.data, sequences, {"bad_rows": prepared["bad_rows"]}
+
+
+def rows_of(file, tokenizer, folder, *flags):
+    """The text of each sequence, and the places of its rows."""
+    data, sequences, facts = opened(file, tokenizer, folder, *flags)
+    numbers = [*range(sequences.num_sequences)]
+    origins = origins_of(numbers, sequences, data, facts, tokenizer)
+    texts = []
+    for number in numbers:
+        ids = np.concatenate([part for part, _ in sequences.parts(number)]).astype(np.int64)
+        texts.append(tokenizer.decode(np.where(ids < 0, ~ids, ids)))
+    return texts, [[origin.row for origin in own] for own in origins]
+
+
+def write_rows(folder, rows):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
+def test_the_rows_of_documents(kind, tmp_path):
+    """With every kind of tokenizer; an empty row has no tokens."""
+    texts = [
+        f"Row {n} {chr(97 + n) * 3} has the number {n} and {n * 7} words. " * 2 for n in range(9)
+    ]
+    rows = [{"text": text} for text in texts]
+    rows.insert(4, {"text": ""})
+    file, tokenizer = write_rows(tmp_path, rows), tokenizer_of(kind)
+    found, origins = rows_of(file, tokenizer, tmp_path)
+    seen = [line for own in origins for line in own]
+    lines = [f"{file}, line {n}" for n in range(1, 11) if n != 5]
+    assert list(dict.fromkeys(seen)) == lines[: len(set(seen))]  # in their order, none left out
+    assert len(found) > 3 and len(set(seen)) > 6
+
+
+def test_a_text_that_contains_the_separator(tmp_path):
+    """Counting it would name a later row; the words of the sequence name the right one."""
+    tokenizer = bytes_tokenizer()
+    end = tokenizer.eos_token  # special, so that the text may contain it
+    texts = [f"First {end} second {end} third: " + "alpha beta gamma delta " * 12]
+    texts += [" ".join(f"{word}{n}" for n in range(40)) for word in ("one", "two")]
+    file = write_rows(tmp_path, [{"text": text} for text in texts])
+    found, origins = rows_of(file, tokenizer, tmp_path)
+    for text, own in zip(found, origins, strict=True):
+        if "two2" in text and end not in text:
+            assert own == [f"{file}, line 3"]
+            break
+    else:
+        pytest.fail("no sequence lies within the last row")
+
+
+def test_the_rows_of_examples_without_those_that_cannot_be_used(tmp_path):
+    rows = [{"prompt": f"question {n} ", "completion": f"answer number {n}"} for n in range(8)]
+    rows[2] = {"prompt": "", "completion": ""}
+    file = write_rows(tmp_path, rows)
+    flags = ["--max_bad_rows", "1"]
+    for packing in ([], ["--packing"]):
+        found, origins = rows_of(file, bytes_tokenizer(), tmp_path, *flags, *packing)
+        seen = 0
+        for text, own in zip(found, origins, strict=True):
+            for place in own:
+                number = int(place.removeprefix(f"{file}, line ")) - 1
+                assert f"answer number {number}" in text
+                seen += 1
+        assert seen == 7
+
+
+def test_the_line_of_a_text_file(tmp_path):
+    file, tokenizer = tmp_path / "book.txt", bytes_tokenizer()
+    file.write_text("\n".join(f"The line {n} of the book about {n * n}." for n in range(1, 80)))
+    found, origins = rows_of(file, tokenizer, tmp_path)
+    for text, [place] in zip(found, origins, strict=True):
+        line = int(place.removeprefix(f"{file}, line "))
+        assert f"line {line} of" in text or f" {line * line}." in text
+
+
+def test_a_sequence_of_a_stream_is_searched_for(tmp_path):
+    texts = [" ".join(f"{word}{n}" for n in range(60)) for word in ("one", "two", "six")]
+    file, tokenizer = write_rows(tmp_path, [{"text": text} for text in texts]), bytes_tokenizer()
+    data = opened(file, tokenizer, tmp_path)[0]
+    found = origins_in_stream([texts[1][100:250], "nowhere"], data, {}, tokenizer)
+    assert [[one.row for one in own] for own in found] == [[f"{file}, line 2"], [None]]
