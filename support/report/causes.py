@@ -96,8 +96,8 @@ def differences_of(results: dict, others: dict, rate_step: int) -> list[Differen
             first_step = 1 + {"the updates": 1, RATE: rate_step}.get(changes, 0)
             found.append(Difference(name, a.get(name), b.get(name), changes, first_step))
     if rate_step and not any(difference.changes == RATE for difference in found):
-        # The flags are equal: a run was resumed from a checkpoint that had another schedule.
-        found.append(Difference("the schedule before a resume", None, None, RATE, 1 + rate_step))
+        # The flags are equal: a run was resumed after another schedule, or the code has a fault.
+        found.append(Difference("a schedule that no flag explains", None, None, RATE, 1 + rate_step))
     return found
 
 
