@@ -36,7 +36,7 @@ With this page you can see which documented bugs of training programs the checks
 catch, and how to look for the same bugs in any other trainer.
 
 Most of these bugs raise no error: the loss falls, and the model is worse than it should be.
-`make faults` plants them one at a time in a copy of the project, as a patch of a few lines, and
+`make faults` plants them one at a time in a copy of the project, as a patch of a few lines. Then it
 runs what a user would run: a comparison of two runs, `--prove`, `--show_sample`, an evaluation, a
 resume. The verdict is that of the program, with its usual tolerances
 ([COMPARISON.md](COMPARISON.md)). The same checks also run without a fault, with other seeds and
@@ -94,7 +94,7 @@ def facts(results: dict) -> list[str]:
     faults, seeds = len(results["faults"]), results["clean_runs"]
     text = (
         f"Measured on {results['date']} with {versions}, on {results['cores']} cores of "
-        f"{results['cpu']}: all {faults} faults were caught, and no check raised an alarm in "
+        f"{results['cpu']}. All {faults} faults were caught, and no check raised an alarm in "
         f"{seeds} runs without a fault. `make faults` took {results['seconds'] / 60:.0f} minutes."
     )
     return wrapped(text)
