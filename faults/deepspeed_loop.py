@@ -1,6 +1,6 @@
 """Train with DeepSpeed ZeRO-2 on two ranks, and with plain PyTorch on the whole batch: compare.
 
-    torchrun --nproc_per_node=2 faults/deepspeed_loop.py
+    CUDA_VISIBLE_DEVICES= torchrun --nproc_per_node=2 faults/deepspeed_loop.py      # on the CPU
 
 Both start from the same weights and train on the same four batches of 16 samples. Under ZeRO-2 a
 step has four micro-batches of two samples on each of two ranks. The norms of the gradients must
