@@ -42,8 +42,11 @@ resume. The verdict is that of the program, with its usual tolerances
 ([COMPARISON.md](COMPARISON.md)). The same checks also run without a fault, with other seeds and
 other data, and must find nothing.
 
-The runs train a GPT-2 of 137,000 parameters on pairs of a prompt and an answer, for 10 steps unless
-the check says otherwise. `make faults` writes this page from its results.
+Where the table names a file, no program gives a verdict: two numbers in it are compared.
+
+The runs train a GPT-2 of 137,000 parameters on pairs of a prompt and an answer, most of them for 10
+steps, those of `bf16_without_master` for 120 and those of the figure for 100. `make faults` writes
+this page from its results.
 """
 FIGURE_TEXT = (
     "Training loss with the fault (orange) and without it (black), each point a mean of 5 steps."

@@ -40,6 +40,8 @@ class Resume:
         whole = Launch(f"{self.first.flags} --save_every {self.saved}", self.first.ranks)
         uninterrupted = bench.train(whole)
         checkpoint = uninterrupted / "checkpoints" / f"step-{self.saved:08d}"
+        # Relative to the bench's folder, where programs run: the comparison quotes it.
+        checkpoint = checkpoint.relative_to(bench.folder)
         resumed = Launch(f"{self.second.flags} --resume {checkpoint}", self.second.ranks)
         folders = [uninterrupted, bench.train(resumed)]
         ended = bench.run("scripts/compare_runs.py", *folders)
