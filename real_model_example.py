@@ -155,9 +155,9 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     folder.begin(run_signature=manager.identity)  # results.json
     run.log.cut()  # metrics.jsonl
     start.keep_freed_memory(plan, ctx, strategy)  # on a CPU
+    start.watch_steps(training, ctx, run, plan)  # from here on a step that hangs is reported
     if step := settings.command.replay:
         return replay(step, run, datasets, settings, ctx)
-    start.watch_steps(training, ctx, run, plan)  # from here on a step that hangs is reported
     eval_loss = train_and_evaluate(run, datasets, training, ctx)
 
     finish.end_training(ctx, run)

@@ -43,6 +43,10 @@ class TrainingError(UserError):
     kind = "training"
 
 
+class NotFinite(TrainingError):
+    """The loss or the gradient of a step is not finite; all ranks raise it."""
+
+
 class OutOfMemory(UserError):
     """Out of memory on the device."""
 

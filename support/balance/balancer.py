@@ -80,6 +80,10 @@ class Balancer:
         elif step == self._start + MEASURED:
             self._adopt(self._timer.stop())
 
+    def skip_step(self) -> None:
+        """Do nothing, one step longer; called instead of `after_step` for a step not made."""
+        self._start += 1
+
     def _adopt(self, seconds: float) -> None:
         """Exchange the times of the ranks, and choose."""
         state = self._state

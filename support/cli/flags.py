@@ -58,8 +58,8 @@ GROUPS = {
 
 # Flags that --print_config and results.json leave out: no settings, or they have set another flag.
 NOT_SHOWN = """
-    config print_config check prefetch show_sample prove local_rank fsdp bf16 fp16 use_cpu use_peft
-    do_train do_eval eval_strategy save_strategy deepspeed
+    config print_config check prefetch show_sample prove replay local_rank fsdp bf16 fp16 use_cpu
+    use_peft do_train do_eval eval_strategy save_strategy deepspeed
     """.split()
 
 

@@ -84,7 +84,7 @@ def train_state(
     """
     sequences = max(1, train.num_sequences)  # --eval_only may have none
     steps = total_steps(training, ctx.world_size, sequences, counters["step"], counters["samples"])
-    check_skipped_steps(training.skip_steps, counters)
+    check_skipped_steps(training.skip_steps, counters, steps)
     saved = {name: counters[name] for name in NEW_RUN}
     history = saved.pop("rank_sequences")
     first = initial_counts(training, ctx, rank_limits)
@@ -104,12 +104,15 @@ def train_state(
     )
 
 
-def check_skipped_steps(requested: tuple[int, ...], counters: dict) -> None:
-    """Check that no step of --skip_steps was trained before the checkpoint that is resumed.
+def check_skipped_steps(requested: tuple[int, ...], counters: dict, total_steps: int) -> None:
+    """Check that the run has the steps of --skip_steps, and has not made them yet.
 
     Raises:
-        UserError: the weights of the checkpoint contain the update of such a step.
+        UserError: it has fewer steps; or the weights of the checkpoint that is resumed contain the
+            update of one of them.
     """
+    if beyond := [step for step in requested if step > total_steps]:
+        raise UserError(f"--skip_steps {beyond[0]}: this run has {total_steps} steps.")
     made = [step for step in requested if step <= counters["step"]]
     if trained := [step for step in made if step not in counters["skipped_steps"]]:
         raise UserError(

@@ -46,6 +46,7 @@ class BatchSlots:
         padding: Padding,
         rows: Rows,
     ) -> None:
+        self.rows = rows  # of the corpus
         self._data, self._padding, self._seed = data, padding, training.seed
         self.count = training.global_batch(ctx.world_size)
         rank_counts = batches.initial_counts(training, ctx)

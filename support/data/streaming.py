@@ -12,6 +12,7 @@ checkpoints and messages exclude rows that were only read ahead.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,6 +27,7 @@ from support.data import printing
 from support.data.batches import StepBatch, copy_ahead
 from support.data.corpus import open_split
 from support.data.facts import DatasetFacts
+from support.data.rows import PlacedRows
 from support.data.sequences import Padding, Part, Sequences
 from support.data.sources import announce
 from support.data.stream_slots import BatchSlots
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STEPS_AHEAD = 5  # besides the one of `copy_ahead`; a few, because slots refill in different steps
+GROUPS_AHEAD = 8  # of rows, by which the slots of two ranks may differ
 # Increase it when a corpus is divided into other rows, which invalidates positions in checkpoints.
 ROWS_VERSION = 3
 
@@ -123,6 +126,14 @@ class Stream:
             self.state = step_batch.state
             self._print_changes(before, self.state)
             yield step_batch
+
+    def rows_until_now(self) -> PlacedRows:
+        """Read the rows again from the beginning, as far as the run has come on any rank."""
+        rows = self._slots.rows(None)
+        if self.state["passes"]:
+            return rows
+        # The slots of other ranks may have read some groups of rows more.
+        return itertools.islice(rows, self.state["rows"] + GROUPS_AHEAD * self._slots.count)
 
     def first_sequence(self) -> list[Part]:
         """Return the parts of this rank's first sequence, instead of step batches."""

@@ -18,13 +18,15 @@ def replay(run: Run, loop: Loop, datasets: Datasets, data: DataSettings, ctx: Di
         UserError: see `repeat`; or the file cannot be written.
     """
     folder = folder_of_run(run.folder.path)
-    check_same_run(folder, run.manager.identity, ctx)
+    identity, skipped = run.manager.identity, loop.training.skip_steps
+    others = check_same_run(folder, identity, skipped, loop.step, ctx)
     repeated = repeat(run, loop, ctx)
     if not ctx.is_main:
         return
     facts = run.folder.facts
     now = {**{key: facts[key] for key in WAY}, "checkpoint": facts["flags"].get("resume")}
     replayed = record_of(loop.step, repeated, now, folder, loop.training.max_grad_norm)
+    replayed["changed_settings"] = others
     tokenizer = run.manager.spec.tokenizer
     replayed["sequences"] = sequences_of(repeated, datasets, data, facts["dataset"], tokenizer)
     write_record(replayed, folder)

@@ -21,12 +21,14 @@ from support.settings.settings import Settings
 
 PREFIX = ".replay-"  # of the temporary folder in the run's output folder
 
-# What a replay does not write. The steps are the same with and without these flags.
+# Flags of a replay, which writes nothing else. The steps are the same with and without these.
 WRITES_NOTHING = {
     **{"save_every": None, "save_epochs": False, "no_save": True, "load_best_at_end": False},
     **{"no_export": True, "export_hf": None, "push_to_hub": False, "report_to": ()},
     **{"generate": (), "generate_every_eval": False, "profile": None, "memory_snapshot": None},
-    **{"auto_micro_batch": False, "resume_force": False, "overwrite": False},
+    **{"auto_micro_batch": False, "overwrite": False},
+    # `check_same_run` has compared the settings. The run itself may have forced a resume.
+    "resume_force": True,
 }
 
 
@@ -42,7 +44,7 @@ def redirected(settings: Settings, ctx: DistContext, step: int) -> Iterator[Sett
     """
     folder = Path(str(settings.output.output_dir))
     flags = signature.flags_signature(settings.data, settings.training, ctx.world_size)
-    check_same_run(folder, flags, ctx)
+    check_same_run(folder, flags, settings.training.skip_steps, step, ctx)
     checkpoint = newest_before(step, folder / "checkpoints", ctx)
     temporary = TemporaryFolder(folder, PREFIX) if ctx.is_main else None
     place = ctx.broadcast_from_rank0(str(temporary and temporary.path / "run"))
@@ -57,27 +59,36 @@ def folder_of_run(replay_folder: Path) -> Path:
     return replay_folder.parents[1]
 
 
-def check_same_run(folder: Path, identity: JsonObject, ctx: DistContext) -> None:
+def check_same_run(
+    folder: Path, identity: JsonObject, skip_steps: tuple[int, ...], before: int, ctx: DistContext
+) -> list[str]:
     """Check that the run in a folder trained the same model on the same data in the same order.
 
     Args:
         identity: the run signature, or the part of it that is known.
+        skip_steps: of this replay; those from the step `before` on do not matter.
+    Returns:
+        A clause about each other setting that differs, which may change the loss.
     Raises:
         UserError: it did not; the message names the differences.
     """
-    results = read_results(folder / RESULTS) if ctx.is_main else None
-    recorded = ctx.broadcast_from_rank0((results or {}).get("run_signature")) or {}
-    where = "in that run", "now"
-    found = [
-        clause
-        for part in ("hard", "soft")
-        for clause in signature.differences(recorded.get(part) or {}, identity[part], *where)
-    ]
+    results = ctx.broadcast_from_rank0(read_results(folder / RESULTS) if ctx.is_main else None)
+    results = results or {}
+    recorded, where = results.get("run_signature") or {}, ("in that run", "now")
+    found, others = [], []
+    for part, clauses in (("hard", found), ("soft", found), ("told", others)):
+        earlier = recorded.get(part) or {}
+        clauses += signature.differences(earlier, identity.get(part) or {}, *where)
+    left_out = results.get("skipped_steps")
+    skipped = {step for step in skip_steps if step < before}
+    if left_out is not None and skipped != {step for step in left_out if step < before}:
+        found.append(f"--skip_steps {','.join(map(str, left_out)) or 'not given'} in that run")
     if found:
         raise UserError(
             f"--replay: the settings are not those of the run in {folder}: {'; '.join(found)}. "
             f"Use the flags of its command, which {RESULTS} has."
         )
+    return others
 
 
 def newest_before(step: int, checkpoints: Path, ctx: DistContext) -> Path | None:

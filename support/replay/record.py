@@ -57,6 +57,8 @@ def record_of(
     numbers = repeated.numbers
     loss = numbers.loss if numbers else None
     norm = numbers.grad_norm if numbers else None
+    if norm is not None and norm < 0:  # DeepSpeed's norm of a gradient that overflowed in fp16
+        norm = None
     factor = None
     if max_grad_norm and norm is not None and math.isfinite(norm):
         factor = min(1.0, max_grad_norm / (norm + 1e-6))
@@ -74,6 +76,7 @@ def record_of(
         loss_scale=repeated.loss_scale,
         outcome=repeated.outcome,
         reason=repeated.reason,
+        changed_settings=[],
         sequences=[],
         layers=[{**layer} for layer in repeated.layers],
     )
@@ -101,7 +104,8 @@ def sequences_of(
         numbers = [repeated.numbers_of[place] for place in places]
         origins = origins_of(numbers, datasets.train, data, facts, tokenizer)
     else:
-        origins = origins_in_stream([text for text, _ in described], data, facts, tokenizer)
+        texts, rows = [text for text, _ in described], datasets.train.rows_until_now()
+        origins = origins_in_stream(texts, rows, data.dataset_name, tokenizer.eos_token)
     targets = {place: len(repeated.tokens[place].known) for place in places}
     whole = sum(targets.values())
     # The loss of the step is a mean over all its tokens.

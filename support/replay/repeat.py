@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -15,13 +14,15 @@ from support.checkpoints.loading import PieceReader
 from support.checkpoints.verify import read_manifest
 from support.cluster.context import DistContext
 from support.data.batches import StepBatch, StepBatches
-from support.errors import TrainingError, UserError
+from support.errors import NotFinite, UserError
 from support.replay import layers
 from support.replay.sequences import Place, TokenLosses, alone, token_losses
 from support.replay.step_recorder import RecordedStep, StepRecorder
 from support.report.run import Run
 from support.settings.training import TrainingSettings
 from support.strategies import gradients
+
+MOST_TRIES = 24  # of the gradient of a sequence in fp16, each with half of the loss scale
 
 
 class Loop(NamedTuple):
@@ -67,8 +68,9 @@ def repeat(run: Run, loop: Loop, ctx: DistContext) -> Repeated:
     error = ""
     try:
         loop.train_epoch(run._replace(log=log), [step_batch], training, ctx)
-    except TrainingError as stopped:  # the loss is not finite; all ranks raise it
+    except NotFinite as stopped:  # all ranks raise it
         error = str(stopped)
+    ctx.monitor.training_ends()  # what follows has no steps whose time could be watched
     outcome, reason = outcome_of(step, log.recorded, error, ctx.precision)
     changes: list[layers.Layer] = []
     if outcome == "updated" and log.recorded:
@@ -98,12 +100,30 @@ def repeat_before(run: Run, loop: Loop, ctx: DistContext) -> StepBatch:
         raise UserError(f"--replay {step}: this run has {state.total_steps} steps.")
     if step in training.skip_steps:
         raise UserError(f"--replay {step}: --skip_steps leaves this step out.")
+    if not ctx.shares_output:
+        raise UserError(
+            "--replay saves the weights before the step, and the nodes do not share the disk of "
+            "--output_dir: copy the folder to a disk that they share."
+        )
     while state.step < step - 1:
-        count = step - 1 - state.step
-        loop.train_epoch(run, itertools.islice(loop.remaining(), count), training, ctx)
+        loop.train_epoch(run, until(step - 1, loop.remaining(), run, training), training, ctx)
     run.log.flush()
     console.print0(f"🔁 Repeating step {step}")
     return next(iter(loop.remaining()))
+
+
+def until(
+    last: int, steps: StepBatches, run: Run, training: TrainingSettings
+) -> Iterator[StepBatch]:
+    """Yield the step batches up to that of the step `last`, without those of --skip_steps."""
+    for step_batch in steps:
+        if run.state.step + 1 in training.skip_steps:
+            run.state.skip()
+            run.log.log_skipped()
+        else:
+            yield step_batch
+        if run.state.step >= last:
+            return
 
 
 def loss_scale(run: Run) -> float | None:
@@ -146,21 +166,25 @@ def gradient_norms(
 ) -> dict[Place, float]:
     """Return the norm of each sequence's own gradient, per token of the sequence.
 
-    The training loop makes a step with each sequence alone, at a learning rate of 0.
+    The training loop makes a step with each sequence alone, at a learning rate of 0. In fp16 such
+    a gradient may overflow, because its divisor is the tokens of one sequence: then the loss scale
+    is smaller at the next try.
     """
     training = dataclasses.replace(loop.training, lr=0.0)
     idle = Balancer(ctx, run.state, None, run.log.log_shares)
     found = {}
     with console.bar("Sequences", len(places), "sequence") as bar:
         for place in sorted(places):
-            log = StepRecorder.like(run.log)
-            state = dataclasses.replace(run.state)
-            alone_run = run._replace(log=log, state=state, balance=idle)
-            loop.train_epoch(alone_run, [alone(step_batch, place, ctx.rank)], training, ctx)
-            assert log.recorded is not None  # train_epoch logs each step
-            norm = log.recorded.grad_norm
-            if norm is not None and math.isfinite(norm) and norm >= 0:
-                found[place] = norm
+            for _ in range(MOST_TRIES if ctx.precision == "fp16" else 1):
+                log = StepRecorder.like(run.log)
+                state = dataclasses.replace(run.state, step=loop.step - 1)
+                alone_run = run._replace(log=log, state=state, balance=idle)
+                loop.train_epoch(alone_run, [alone(step_batch, place, ctx.rank)], training, ctx)
+                assert log.recorded is not None  # train_epoch logs each step
+                norm = log.recorded.grad_norm
+                if norm is not None and math.isfinite(norm) and norm >= 0:
+                    found[place] = norm
+                    break
             bar.update()
     return found
 

@@ -22,6 +22,11 @@ class Limit(NamedTuple):
 
 # Few steps of a run without bad data exceed them: 0 to 4 of 150 with the embedded model.
 LIMITS = {"loss": Limit(5.0, 1.1), "grad_norm": Limit(8.0, 2.0)}
+# Flags, and their values, that a replay does without.
+OF_A_RESUME = (
+    *("--resume", "--resume_from_checkpoint", "--resume_force"),
+    *("--overwrite", "--overwrite_output_dir"),
+)
 NAMES = {"loss": "loss", "grad_norm": "norm of the gradient"}
 
 
@@ -75,14 +80,11 @@ def replay_command(results: JsonObject, folder: Path, step: int) -> str:
     words = shlex.split(results.get("command") or "python real_model_example.py")
     if (ranks := results.get("world_size") or 1) > 1:
         words[:1] = ["torchrun", f"--nproc_per_node={ranks}"]
-    kept, skips = [], False
+    kept, is_dropped = [], False
     for word in words:
-        if word == "--resume":
-            skips = True  # the checkpoint, if one is named
-        elif skips and not word.startswith("-"):
-            skips = False
-        elif not word.startswith(("--resume=", "--overwrite")):
-            skips = False
+        if word.startswith("--"):
+            is_dropped = word.partition("=")[0] in OF_A_RESUME
+        if not is_dropped:
             kept.append(word)
     if not any(word.partition("=")[0] == "--output_dir" for word in kept):
         kept += ["--output_dir", str(folder)]

@@ -7,6 +7,17 @@ from pathlib import Path
 from typing import TypedDict
 
 from support.files.atomic import read_json
+from support.files.json_types import (
+    anything,
+    dict_of,
+    is_count,
+    is_number,
+    is_switch,
+    is_text,
+    list_of,
+    optional,
+    record,
+)
 from support.text_tables import text_table
 
 NAME = re.compile(r"replay-(\d+)\.json")
@@ -55,8 +66,33 @@ class Replayed(TypedDict):
     loss_scale: float | None
     outcome: str
     reason: str | None
+    changed_settings: list[str]  # that may change the loss: a clause about each
     sequences: list[ReplayedSequence]  # the largest share of the gradient first
     layers: list[dict]
+
+
+NUMBER, TEXT = optional(is_number), optional(is_text)
+IS_SEQUENCE = record(
+    {
+        **{"text": is_text, "targets": is_count, "rank": is_count},
+        **{"loss": NUMBER, "gradient_share": NUMBER},
+        "origins": list_of(record({"dataset": is_text, "row": TEXT})),
+        "largest_losses": list_of(record({"start": is_count, "end": is_count, "loss": NUMBER})),
+    }
+)
+IS_REPLAYED = record(
+    {
+        **{"step": is_count, "outcome": is_text, "reason": TEXT, "equal": optional(is_switch)},
+        **dict.fromkeys(("loss", "recorded_loss", "lr", "grad_norm"), NUMBER),
+        **dict.fromkeys(("clip_factor", "loss_scale"), NUMBER),
+        **dict.fromkeys(("run", "repeated"), dict_of(anything)),
+        "changed_settings": list_of(is_text),
+        "sequences": list_of(IS_SEQUENCE),
+        "layers": list_of(
+            record({"name": is_text, "gradient_norm": NUMBER, "update_ratio": NUMBER})
+        ),
+    }
+)
 
 
 def read_replays(folder: Path) -> list[Replayed]:
@@ -65,9 +101,11 @@ def read_replays(folder: Path) -> list[Replayed]:
     for path in folder.glob("replay-*.json"):
         if match := NAME.fullmatch(path.name):
             try:
-                found[int(match[1])] = read_json(path)
+                content = read_json(path)
             except (OSError, ValueError):
                 continue
+            if IS_REPLAYED(content):
+                found[int(match[1])] = content
     return [found[step] for step in sorted(found)]
 
 
@@ -78,7 +116,9 @@ def headline(replayed: Replayed) -> list[str]:
     start = now.get("checkpoint") or "the first step, without a checkpoint"
     lines = [f"Step {replayed['step']}, repeated from {start} ({ways[1]})"]
     loss, recorded = replayed["loss"], replayed["recorded_loss"]
-    text = f"Loss: {_number(loss, '.7f')}"
+    # Without an update of PyTorch's fused optimizer, an error ends the step before it is logged.
+    unknown = "not finite" if replayed["lr"] is not None else "not known"
+    text = f"Loss: {_number(loss, '.7f', unknown)}"
     if recorded is None:
         text += ", not in metrics.jsonl"
     elif replayed["equal"]:
@@ -87,14 +127,16 @@ def headline(replayed: Replayed) -> list[str]:
         text += f"; in metrics.jsonl {recorded:.7f}, a difference of {abs(loss - recorded):.1e}"
         text += f" (the run: {ways[0]}, {run.get('device')}, {run.get('precision')})"
     lines.append(text)
-    norm = f"Norm of the gradient: {_number(replayed['grad_norm'], '.4g')}"
+    norm = f"Norm of the gradient: {_number(replayed['grad_norm'], '.4g', unknown)}"
     factor = replayed["clip_factor"]
     if factor is not None and factor < 1:
         norm += f", clipped by the factor {factor:.3g}"
-    norm += f"; learning rate: {_number(replayed['lr'], '.3e')}"
+    norm += f"; learning rate: {_number(replayed['lr'], '.3e', unknown)}"
     if replayed["loss_scale"] is not None:
         norm += f"; loss scale: {replayed['loss_scale']:g}"
     reason = f": {replayed['reason']}" if replayed["reason"] else ""
+    if replayed["changed_settings"]:
+        lines.append(f"Other settings: {'; '.join(replayed['changed_settings'])}")
     return [*lines, norm, f"Outcome: {replayed['outcome']}{reason}"]
 
 
@@ -102,8 +144,8 @@ def _ranks(count: object) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)
+def _number(value: float | None, form: str, missing: str = "not finite") -> str:
+    return missing if value is None else format(value, form)
 
 
 SEQUENCE_HEADERS = ["share of the\ngradient", "loss", "targets", "rank", "from"]

@@ -46,6 +46,7 @@ class Run(NamedTuple):
                 yield step_batch
                 continue
             self.state.skip()
+            self.balance.skip_step()
             self.log.log_skipped()
             if self.manager.is_due(self.state):
                 self.manager.save(self.state)

@@ -145,6 +145,7 @@ class StepLog:
         epoch.batch += 1
         epoch.bar.update()
         if epoch.is_complete:
+            self._print_mean(epoch)
             epoch.bar.close()
         self.meter.pause()
 
@@ -159,11 +160,17 @@ class StepLog:
             f"Loss: {state.last_loss:.4f} | LR: {lr:.2e}"
         )
         if epoch.is_complete:
-            mean, self._losses = statistics.fmean(self._losses), []
-            if not self.options.streaming:
-                steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
-                epochs = epoch.number + steps_of(state.total_steps - state.step, steps_per_epoch)
-                print0(f"Epoch {epoch.number}/{epochs}, Average Loss: {mean:.4f}")
+            self._print_mean(epoch)
+
+    def _print_mean(self, epoch: Epoch) -> None:
+        """Print the mean loss of an epoch that is complete."""
+        state, losses = self.state, self._losses
+        self._losses = []
+        if losses and not self.options.streaming:
+            steps_per_epoch = steps_of(state.num_sequences, state.global_batch)
+            epochs = epoch.number + steps_of(state.total_steps - state.step, steps_per_epoch)
+            mean = statistics.fmean(losses)
+            console.print0(f"Epoch {epoch.number}/{epochs}, Average Loss: {mean:.4f}")
 
     def flush(self) -> None:
         """Copy the numbers of the steps so far to the host, and log them; waits for the GPU."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.errors import TrainingError
+from support.errors import NotFinite
 from support.optimizers import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from support.strategies.objects import TrainingObjects
 from support.strategies.wrapped import base_optimizer, is_fsdp_module, local_part
@@ -56,7 +56,7 @@ def block_update_if_not_finite(
         grad_norm: of all gradients; None for DeepSpeed.
         simulated: with --simulate_gpus nothing is checked.
     Raises:
-        TrainingError: one of them is not finite, and the optimizer cannot read the flag.
+        NotFinite: one of them is not finite, and the optimizer cannot read the flag.
     """
     if simulated:  # the loss lacks the contributions of the other ranks
         return
@@ -82,13 +82,13 @@ def block_update_if_not_finite(
         base.found_inf = found_inf.float()
 
 
-def not_finite(loss: float, step: int | None = None) -> TrainingError:
+def not_finite(loss: float, step: int | None = None) -> NotFinite:
     """Return the error for a loss, or for the gradient of a finite loss, that is not finite."""
     message = f"The loss is {loss}"
     if math.isfinite(loss):
         message = f"The gradient of a loss of {loss:.4f} is not finite"
     location = "" if step is None else f" at step {step}"
-    return TrainingError(
+    return NotFinite(
         f"{message}{location}: the run stops, and no checkpoint contains that update. "
         "Try a lower --lr, --warmup_steps, or --precision fp32. --replay shows that step's data."
     )

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import random
+import shutil
+import subprocess
+import sys
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from conftest import STRATEGIES, slow
+from conftest import PROJECT, STRATEGIES, slow
 
 # Batches of four sequences on two ranks, and of the same four on one.
 WORK = "--seq_length 32 --num_samples 38 --save_every 4 --no_export --no_eval --weight_decay 1"
@@ -75,6 +78,7 @@ def test_another_strategy_and_number_of_ranks(script, run):
     replay = replay_of(run, 10)
     assert replay["equal"] is False and replay["loss"] == pytest.approx(run.losses[9], rel=0.05)
     assert "a difference of" in done.out and "the run: dp on 2 ranks" in done.out
+    assert "dropout 0.1 in that run, 0.0 now" in done.out
     check_sequences(replay, total=2)
     # Without dropout the loss of the step is the mean over its tokens.
     targets = [one["targets"] for one in replay["sequences"]]
@@ -83,7 +87,7 @@ def test_another_strategy_and_number_of_ranks(script, run):
 
 
 def test_a_step_at_which_the_run_stopped(script):
-    """The loss of one sequence is not finite: it comes first."""
+    """The replay stops at the same step, and shows its sequences."""
     work = [*WORK, "--batch_size", "2", "--lr", "1000", "--optim", "sgd", "--max_grad_norm", "0"]
     run = script(*work, "--weight_decay", "0", ok=False)
     assert run.code == 1 and "--replay" in run.error
@@ -133,8 +137,23 @@ def test_skipped_steps_are_not_trained_on(script, tmp_path):
     later = start.with_name("step-00000008")
     again = script(*work, "--resume", later, "--skip_steps", "6,9", folder=tmp_path)
     assert again.results["skipped_steps"] == [6, 9]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    # Also from a checkpoint before the skipped step.
     replay = script(*work, "--skip_steps", "6,9", "--replay", "8", folder=tmp_path)
     assert replay_of(replay, 8)["equal"] is True
+    refused = script(*work, "--replay", "8", folder=tmp_path, ok=False)
+    assert refused.code == 2 and "--skip_steps 6,9 in that run" in refused.error
+
+
+def test_measured_shares_and_skipped_steps(script):
+    """The ranks measure their speed in steps 4 to 8, one of which is skipped."""
+    work = "--seq_length 32 --batch_size 2 --max_steps 12 --no_export --no_eval".split()
+    for skipped in ("3,6", "8"):
+        flags = ["--rank_shares", "auto", "--skip_steps", skipped]
+        run = script(*work, *flags, launcher="torchrun", ranks=2)
+        assert run.results["steps"] == 12
+        assert any("rank_seconds_per_token" in record for record in run.metrics)
 
 
 @pytest.mark.slow
@@ -161,11 +180,6 @@ def test_the_page_and_the_replay_name_a_bad_row(script, tmp_path, begin):
     work = ["--model", base.folder / "hf", "--dataset", data, "--lr", "1e-4", "--batch_size", "2"]
     work += "--seq_length 64 --save_every 10 --no_export --no_eval --validation_split 0".split()
     run = script(*work)
-    import subprocess
-    import sys
-
-    from conftest import PROJECT
-
     report = [sys.executable, PROJECT / "scripts" / "report.py", run.folder]
     printed = subprocess.run(report, capture_output=True, text=True, check=True).stdout
     assert {int(line.split()[1][:-1]) for line in printed.splitlines() if " step " in line} == {

@@ -12,7 +12,9 @@ from tokenizers import decoders
 
 from support.cli.parse import parse_arguments
 from support.data.corpus import split_sequences
+from support.data.rows import RowOptions
 from support.data.sequences import Padding
+from support.data.sources import open_source
 from support.replay.origins import origins_in_stream, origins_of
 from support.report.outliers import outliers_of, replay_command
 from support.report.replayed import marked_text
@@ -55,6 +57,10 @@ def test_equal_losses_have_a_spread_of_zero():
         (
             "python x.py --resume c/step-1 --lr 1",
             "python x.py --lr 1 --output_dir 'a b' --replay 7",
+        ),
+        (
+            "python x.py --resume_force true --resume_from_checkpoint c --output_dir a --overwrite",
+            "python x.py --output_dir a --replay 7",
         ),
         (
             "python x.py --overwrite --resume=c --output_dir=a",
@@ -175,6 +181,12 @@ def test_the_line_of_a_text_file(tmp_path):
 def test_a_sequence_of_a_stream_is_searched_for(tmp_path):
     texts = [" ".join(f"{word}{n}" for n in range(60)) for word in ("one", "two", "six")]
     file, tokenizer = write_rows(tmp_path, [{"text": text} for text in texts]), bytes_tokenizer()
-    data = opened(file, tokenizer, tmp_path)[0]
-    found = origins_in_stream([texts[1][100:250], "nowhere"], data, {}, tokenizer)
-    assert [[one.row for one in own] for own in found] == [[f"{file}, line 2"], [None]]
+    for last in ({"text": texts[2]}, {"prompt": "Which one?", "completion": texts[2]}):
+        rows = [{"text": text} for text in texts[:2]] if "text" in last else []
+        file = write_rows(tmp_path, [*rows, last])
+        options = RowOptions.of(parse_arguments([]).data, tokenizer)
+        source = open_source(str(file), parse_arguments([]).data, options, eval_only=False)
+        shown = [f"{texts[1][100:250]}{tokenizer.eos_token}{texts[2][40:160]}", "nowhere to be"]
+        found = origins_in_stream(shown, source.splits["train"](None), "mine", tokenizer.eos_token)
+        places = [f"{file}, line 2" if rows else None, f"{file}, line {len(rows) + 1}"]
+        assert [[one.row for one in own] for own in found] == [places, [None]]
