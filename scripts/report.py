@@ -43,6 +43,8 @@ def main() -> None:
         *found, command = page.outliers
         print("📍 Steps that stand out:", *found, sep="\n   ")
         print(f"🔁 To look at the first one: {command}")
+    elif page.is_run:
+        print("📍 No step stands out.")
 
 
 if __name__ == "__main__":

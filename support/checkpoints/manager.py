@@ -187,9 +187,11 @@ class CheckpointManager:
             raise TrainingError("Stopped by a signal, without a checkpoint.")
         self.save(state)
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, announced: bool = True) -> None:
         """Save a checkpoint of the current step, unless there is one; it is on disk afterwards.
 
+        Args:
+            announced: print its path and the time that it took.
         Raises:
             TrainingError: it cannot be written. All ranks raise it, and nothing unfinished remains.
         """
@@ -201,7 +203,8 @@ class CheckpointManager:
             write_checkpoint(self.folder, state.step, self.contents, manifest, self.ctx)
         self._saved_at = state.step
         self.seconds.append(time.monotonic() - started)
-        console.print0(f"💾 {self.folder.of_step(state.step)} ({self.seconds[-1]:.1f} s)")
+        if announced:
+            console.print0(f"💾 {self.folder.of_step(state.step)} ({self.seconds[-1]:.1f} s)")
 
     def trained_model(self, state: TrainState | None) -> TrainedModel:
         """Return what an export needs; `state` is None for a completed run."""

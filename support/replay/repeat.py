@@ -61,7 +61,7 @@ def repeat(run: Run, loop: Loop, ctx: DistContext) -> Repeated:
     step, training = loop.step, loop.training
     step_batch = repeat_before(run, loop, ctx)
     manager = run.manager
-    manager.save(run.state)
+    manager.save(run.state, announced=False)  # in the temporary folder
     tokens = token_losses(run.objects.model, loop.casting, step_batch, ctx)
     scale = loss_scale(run)
     log = StepRecorder.like(run.log)

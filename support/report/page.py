@@ -44,6 +44,7 @@ class Page(NamedTuple):
     text: str  # HTML
     notices: list[str]  # what it lacks: lines that cannot be read, or the charts
     outliers: list[str]  # lines about the steps that stand out, the last one a command
+    is_run: bool = True  # False: a comparison, whose runs have pages of their own
 
 
 def page_of(folder: Path) -> Page:
@@ -61,7 +62,7 @@ def page_of(folder: Path) -> Page:
     text = environment.get_template("page.html").render(**values)
     marked = values["sections"].get(OUTLIERS) or {}
     lines = [*marked["lines"], marked["text"]] if marked else []
-    return Page(text, values["notices"], lines)
+    return Page(text, values["notices"], lines, is_run)
 
 
 def _clean(value: Any) -> Any:

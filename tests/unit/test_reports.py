@@ -259,7 +259,7 @@ def test_a_line_that_cannot_be_read_is_named(ours):
     found, text = compared(a, b)
     assert found["same_model"] and found["compared_steps"] == 5 and "in 5 steps" in text
     assert f"{b}/metrics.jsonl: line 3 " in text and found["unreadable_lines"] == [3]
-    page, notices, _ = page_of(b)
+    page, notices, *_ = page_of(b)
     assert len(notices) == 1 and "line 3 " in notices[0] and "line 3 " in page
     assert compared(a, a)[0]["unreadable_lines"] == []
 
@@ -280,7 +280,7 @@ def test_a_resume_names_the_lines_that_it_removes(ours, capsys):
 def test_without_matplotlib_there_are_no_pictures(ours, monkeypatch, capsys):
     folder = ours("a", steps())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page, notices, _ = page_of(folder)
+    page, notices, *_ = page_of(folder)
     assert "<svg" not in page and "5.5" in page and "has no step" not in page
     assert len(notices) == 1 and "pip install matplotlib" in notices[0]
     for _ in range(2):  # after an evaluation, and at the end
