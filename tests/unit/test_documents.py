@@ -14,13 +14,20 @@ from support.strategies.table import STRATEGIES
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]
-MOST_PAGES, MOST_LINES = 12, 2550  # in docs/, and with README.md, see `written_lines`
+MOST_PAGES, MOST_LINES = 12, 2600  # in docs/, and with README.md, see `written_lines`
 GENERATED = {"docs/FLAGS.md", "docs/FAULTS.md"}
 LONGEST_README = 150
 LONGEST_SENTENCE, LONGEST_CELL = 35, 40  # in words; inline code counts as one
 # Flags, files and variables of other programs, and what commands write under their own names.
 THEIR_FLAGS = {
-    *("--kill-on-bad-exit", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task", "--nodes"),
+    *(
+        "--no-requeue",
+        "--kill-on-bad-exit",
+        "--cpus-per-task",
+        "--gpus-per-node",
+        "--gpus-per-task",
+        "--nodes",
+    ),
     *("--ntasks", "--ntasks-per-node", "--gres", "--signal", "--time", "--eos_token"),
     *("--exclude", "--export"),
 }
