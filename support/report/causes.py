@@ -97,7 +97,9 @@ def differences_of(results: dict, others: dict, rate_step: int) -> list[Differen
             found.append(Difference(name, a.get(name), b.get(name), changes, first_step))
     if rate_step and not any(difference.changes == RATE for difference in found):
         # The flags are equal: a run was resumed after another schedule, or the code has a fault.
-        found.append(Difference("a schedule that no flag explains", None, None, RATE, 1 + rate_step))
+        found.append(
+            Difference("a schedule that no flag explains", None, None, RATE, 1 + rate_step)
+        )
     return found
 
 

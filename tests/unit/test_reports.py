@@ -111,7 +111,9 @@ def test_another_learning_rate_with_equal_flags_is_named(ours):
     decayed = steps(other)
     decayed[2]["lr"] = 1e-4
     found, text = compared(ours("a", steps()), ours("b", decayed))
-    assert found["likely_causes"] == ["a schedule that no flag explains"] and "learning rate" in text
+    assert (
+        found["likely_causes"] == ["a schedule that no flag explains"] and "learning rate" in text
+    )
 
 
 def test_losses_under_other_tokenizers_are_given_in_bits_per_byte(ours):
