@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from faults import page, run
+from faults import deepspeed_release, page, run
 from faults.bench import apply_patch, copy_project
 from faults.catalogue import FAULTS, by_group
 from faults.checks import LONG, verdict_of_comparison
@@ -163,6 +163,25 @@ def test_all_checks_of_a_fault_must_catch_it():
     results.with_fault[planted.name] = outcome(planted.name, True, True)
     found = run.as_json(results)["faults"][planted.name]
     assert not results.missed and found["alarms"] == 1 and found["also"][0]["by"] == "a check"
+
+
+@pytest.mark.parametrize("caught_with", [[], ["0.18.2", "0.19.8"], ["0.19.8"]])
+def test_the_check_must_show_the_fault_of_one_release_only(tmp_path, monkeypatch, caught_with):
+    wrong = deepspeed_release.Release("0.18.2", tmp_path)
+    installed = deepspeed_release.Release("0.19.8", None)
+    workshop = SimpleNamespace(folder=tmp_path, text="a few words " * 100)
+
+    def show(names):
+        check = SimpleNamespace(
+            patch=None, check=lambda bench: Finding(bench.release.name in names, "a check")
+        )
+        monkeypatch.setattr(deepspeed_release, "DEEPSPEED_RELEASE", check)
+        workshop.plant = lambda _: tmp_path / f"copy of {names}" / "project"
+        return deepspeed_release.check_without_refusal(wrong, installed, workshop, 0)
+
+    assert show(["0.18.2"])["by"] == "a check"
+    with pytest.raises(TrainingError, match="Without the refusal, DeepSpeed"):
+        show(caught_with)
 
 
 def test_the_page_shows_all_checks_of_a_fault():
