@@ -44,11 +44,12 @@ def main() -> int:
 
     with bench.workshop_in_temporary_folder() as workshop:
         results = run.run_all(faults, args.seeds, workshop)
+        # Before the release is shown, which may fail.
+        print(f"\n{run.as_table(results)}\n{run.summary(results)}", flush=True)
         if not args.names:
             started = time.monotonic()
             results.release = deepspeed_release.show(workshop, run.SEED)
             results.seconds += time.monotonic() - started
-    print(f"\n{run.as_table(results)}\n{run.summary(results)}")
     failed = bool(results.missed or results.alarms)
     if args.write and not failed:
         from faults import page

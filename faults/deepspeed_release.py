@@ -133,13 +133,30 @@ def show(workshop: Workshop, seed: int) -> dict[str, Any]:
         raise TrainingError(f"The project does not refuse {RELEASE}: {refused.output[-2000:]}")
     found["refusal"] = re.sub(r"^❌ | \[rank .*", "", refused.error)
     print(f"✅ Refused by the project, exit code {refused.code}: {found['refusal']}", flush=True)
+    return found | check_without_refusal(wrong, installed, workshop, seed)
+
+
+def check_without_refusal(
+    wrong: Release, installed: Release, workshop: Workshop, seed: int
+) -> dict[str, Any]:
+    """Run the check on a copy without the refusal: it must show the fault of one release only.
+
+    Raises:
+        TrainingError: it does not show it, or finds something with the installed release, too.
+    """
     project = workshop.plant(DEEPSPEED_RELEASE.patch)
-    bench = bench_of(wrong, workshop, project, seed, project.parent / "runs")
-    finding = DEEPSPEED_RELEASE.check(bench)
-    if not finding.caught:
-        raise TrainingError(f"Without the refusal, no check shows it: {finding.evidence}")
-    print(f"✅ Without the refusal: {finding.evidence}", flush=True)
-    return found | {"by": finding.by, "step": finding.step, "evidence": finding.evidence}
+    findings = []
+    for release in (wrong, installed):
+        bench = bench_of(release, workshop, project, seed, project.parent / release.name)
+        finding = DEEPSPEED_RELEASE.check(bench)
+        text = f"Without the refusal, DeepSpeed {release.name}: {finding.evidence}"
+        if finding.caught != (release is wrong):
+            raise TrainingError(text)
+        print(f"✅ {text}", flush=True)
+        findings.append(finding)
+    shown, silent = findings
+    found = {"by": shown.by, "step": shown.step, "evidence": shown.evidence}
+    return found | {"silent": silent.evidence}
 
 
 def bench_of(

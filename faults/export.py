@@ -78,9 +78,9 @@ FAULTS = (
                 "A head declared as tied was trained separately, then replaced on a resume",
             ),
             Report(
-                "vec2text/vec2text",
-                94,
-                "Loading left a tied head at zeros, because it was not tied again",
+                "NVIDIA-NeMo/Automodel",
+                2213,
+                "FSDP2's fully_shard replaces a tied weight by separate DTensors",
             ),
         ),
         "Close to the right curve at first: another model, with more parameters, is trained.",

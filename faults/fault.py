@@ -75,6 +75,12 @@ class Fault:
     check: Check
     elsewhere: str  # how to see it in any trainer
     curve: Launch | None = None  # the run whose losses the figure shows, with and without the fault
+    also: tuple[Check, ...] = ()  # other checks that must catch it
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """All checks that must catch it, the first one first."""
+        return (self.check, *self.also)
 
     @property
     def patch(self) -> Path:

@@ -47,9 +47,9 @@ FAULTS = (
                 "Tokens per second are too high with ranks that are not data parallel",
             ),
             Report(
-                "allenai/open-instruct",
-                1032,
-                "Tokens per second were all tokens so far by the last step's time",
+                "huggingface/lerobot",
+                2579,
+                "The samples were multiplied by the number of processes twice",
             ),
         ),
         "Nothing to see over steps. Over tokens the curve is stretched, and looks worse.",

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import mean
 
 from faults.catalogue import FAULTS, by_group
-from faults.deepspeed_release import DEEPSPEED_RELEASE
-from faults.fault import Fault
+from faults.deepspeed_release import DEEPSPEED_RELEASE, RELEASE
+from faults.fault import Check, Fault
 from support import PROJECT, programs
 from support.errors import UserError
 from support.files.atomic import read_json, write_atomically, write_text
@@ -55,8 +55,9 @@ FIGURE_TEXT = (
 
 def write(results: dict) -> None:
     """Write results.json; without a network it keeps what it had about the DeepSpeed release."""
-    if "evidence" not in results["release"] and RESULTS.exists():
-        results["release"] = read_json(RESULTS)["release"]
+    kept = read_json(RESULTS).get("release", {}) if RESULTS.exists() else {}
+    if "skipped" in results["release"] and "evidence" in kept:
+        results["release"] = kept | results["release"]
     write_text(RESULTS, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     write_page()
 
@@ -87,7 +88,7 @@ def page(results: dict) -> str:
             lines += [f"## {group.capitalize()}", ""]
             for fault in faults:
                 lines += section(fault, results["faults"][fault.name])
-    lines += section_of_release(results["release"])
+    lines += section_of_release(results.get("release", {}))
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -129,14 +130,20 @@ def section(fault: Fault, found: dict) -> list[str]:
     lines = [f"### {fault.name}", "", *wrapped(fault.title), ""]
     lines += ["<!-- illustration -->", "```diff", *diff_of(fault), "```", ""]
     lines += [*reports_of(fault), "", *wrapped(f"Loss curve: {fault.effect}"), ""]
-    lines += [*wrapped(f"Shown{at} by {check_of(fault)}:"), "", *output(found["evidence"]), ""]
+    shown = [(f"Shown{at} by {check_of(fault.check)}:", found)]
+    also = zip(fault.also, found.get("also", []), strict=False)
+    shown += [(f"Also shown by {check_of(check)}:", each) for check, each in also]
+    for said, each in shown:
+        lines += [*wrapped(said), "", *output(each["evidence"]), ""]
     return [*lines, *wrapped(f"In any trainer: {fault.elsewhere}"), ""]
 
 
 def section_of_release(found: dict) -> list[str]:
-    """Return the lines about the fault that is not planted; none if it could not be downloaded."""
+    """Return the lines about the fault that is not planted, or why it is not shown."""
+    heading = [f"## Not planted: DeepSpeed {RELEASE}", ""]
+    why = "The last `make faults` left this part out, because pip could not download the release."
     if "evidence" not in found:
-        return []
+        return [*heading, *wrapped(why), ""]
     fault, release, installed = DEEPSPEED_RELEASE, found["release"], found["installed"]
     whole, wrong = found["loop"][release][0]
     right = found["loop"][installed][0][1]
@@ -146,11 +153,17 @@ def section_of_release(found: dict) -> list[str]:
         f"DeepSpeed {release}, and {right:.4f} with {installed}. This project refuses the release:"
     )
     shown = f"A copy without this refusal shows the fault at step {found['step']}"
-    lines = [f"## Not planted: DeepSpeed {release}", "", *wrapped(fault.title), ""]
+    lines = [*heading, *wrapped(fault.title), ""]
+    if "skipped" in found:
+        lines += [*wrapped(f"{why} What follows is of an earlier run."), ""]
     lines += [*reports_of(fault), "", *wrapped(f"Loss curve: {fault.effect}"), ""]
     lines += [*wrapped(loop), ""]
-    lines += [*output(found["refusal"]), "", *wrapped(f"{shown}, by {check_of(fault)}:"), ""]
-    lines += [*output(found["evidence"]), "", *wrapped(f"In any trainer: {fault.elsewhere}"), ""]
+    lines += [*output(found["refusal"]), "", *wrapped(f"{shown}, by {check_of(fault.check)}:"), ""]
+    lines += [*output(found["evidence"]), ""]
+    if "silent" in found:
+        lines += [*wrapped(f"With {installed} the same check is silent:"), ""]
+        lines += [*output(found["silent"]), ""]
+    lines += [*wrapped(f"In any trainer: {fault.elsewhere}"), ""]
     return [*lines, *wrapped("`python -m faults.deepspeed_release` repeats this part."), ""]
 
 
@@ -163,9 +176,9 @@ def reports_of(fault: Fault) -> list[str]:
     return lines
 
 
-def check_of(fault: Fault) -> str:
+def check_of(check: Check) -> str:
     """Return the command of a check, and what it does."""
-    return f"`{fault.check.command}`, {fault.check.about}"
+    return f"`{check.command}`, {check.about}"
 
 
 def output(text: str) -> list[str]:

@@ -163,11 +163,6 @@ FAULTS = (
                 23111,
                 "With FSDP only the optimizer states of rank 0 were saved",
             ),
-            Report(
-                "radixark/Megatron-LM",
-                66,
-                "A list that differs between ranks was saved as rank 0 has it",
-            ),
         ),
         "The loss is too high for some steps after a resume, as with a higher learning rate.",
         MORE_RANKS,

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any
 from faults.bench import Bench, Workshop
 from faults.fault import Check, Fault, Finding
 from support.cluster import tuning
-from support.errors import TrainingError
+from support.errors import UserError
 from support.process import versions
 from support.text_tables import text_table
 
 AT_A_TIME = 2  # jobs, each of which runs one program at a time
 SEED = 0  # of the runs with a fault; those without one have the seeds from 1
+# A patch does not apply, a run fails, or its files lack what a check or a curve reads there.
+CANNOT_RUN = (UserError, OSError, LookupError, TypeError, ValueError)
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Outcome:
     name: str  # of the fault, or of the seed
     findings: dict[Check, Finding] = field(default_factory=dict)
     curves: dict[str, list[float]] = field(default_factory=dict)  # with a fault, and without
-    problem: str = ""  # why a check could not be run
+    problem: str = ""  # why a check or a curve could not be run
     seconds: float = 0.0
 
 
@@ -59,21 +62,21 @@ class Results:
             if outcome.problem or any(finding.caught for finding in outcome.findings.values())
         ]
 
-    def alarms_of(self, check: Check) -> int:
-        """Return how many clean runs of a check raised an alarm."""
-        found = [outcome.findings.get(check) for outcome in self.without.values()]
-        return sum(finding is None or finding.caught for finding in found)
+    def alarms_of(self, *checks: Check) -> int:
+        """Return in how many clean runs one of the checks raised an alarm, or could not be run."""
+        found = [[out.findings.get(check) for check in checks] for out in self.without.values()]
+        return sum(any(each is None or each.caught for each in findings) for findings in found)
 
 
 def is_caught(outcome: Outcome) -> bool:
-    """Return whether the check of a fault caught it."""
+    """Return whether all checks of a fault caught it."""
     return not outcome.problem and all(finding.caught for finding in outcome.findings.values())
 
 
 def run_all(faults: list[Fault], seeds: int, workshop: Workshop) -> Results:
     """Run the checks of all faults, and each check without a fault with the seeds 1 to `seeds`."""
     started, results = time.monotonic(), Results(faults)
-    checks = list(dict.fromkeys(fault.check for fault in faults))
+    checks = list(dict.fromkeys(check for fault in faults for check in fault.checks))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         jobs: dict[Future[Outcome], Fault | int] = {}
         try:
@@ -103,11 +106,12 @@ def keep(results: Results, outcome: Outcome, job: Fault | int) -> None:
     """Add an outcome to the results, and print it."""
     if isinstance(job, Fault):
         results.with_fault[job.name] = outcome
-        [finding] = outcome.findings.values() or [None]
-        at = f" at step {finding.step}" if finding and finding.step else ""
-        by = finding.by if finding else ""
-        said = f"caught by {by}{at}" if is_caught(outcome) else outcome.problem or f"missed by {by}"
-        mark = "✅" if is_caught(outcome) else "❌"
+        caught = is_caught(outcome)
+        shown = [finding for finding in outcome.findings.values() if finding.caught == caught]
+        steps = [f" at step {finding.step}" if finding.step else "" for finding in shown]
+        by = " and ".join(f"{each.by}{step}" for each, step in zip(shown, steps, strict=True))
+        said = outcome.problem or f"{'caught' if caught else 'missed'} by {by}"
+        mark = "✅" if caught else "❌"
     else:
         results.without[job] = outcome
         alarms = [
@@ -119,37 +123,46 @@ def keep(results: Results, outcome: Outcome, job: Fault | int) -> None:
 
 
 def run_with_fault(workshop: Workshop, fault: Fault) -> Outcome:
-    """Plant a fault, and run its check."""
-    outcome, started = Outcome(fault.name), time.monotonic()
-    project = workshop.plant(fault.patch)
-    bench = Bench(workshop, project, SEED, project.parent / "runs")
-    run_checks(outcome, bench, [fault.check])
-    if fault.curve and not outcome.problem:
-        clean = Bench(workshop, workshop.clean, SEED, project.parent / "clean_runs")
-        outcome.curves = {
-            name: losses_of(each.train(fault.curve))
-            for name, each in (("with", bench), ("without", clean))
-        }
-    outcome.seconds = time.monotonic() - started
+    """Plant a fault, and run its checks."""
+    outcome = Outcome(fault.name)
+    with judging(outcome):
+        project = workshop.plant(fault.patch)
+        bench = Bench(workshop, project, SEED, project.parent / "runs")
+        run_checks(outcome, bench, fault.checks)
+        if fault.curve:
+            clean = Bench(workshop, workshop.clean, SEED, project.parent / "clean_runs")
+            outcome.curves = {
+                name: losses_of(each.train(fault.curve))
+                for name, each in (("with", bench), ("without", clean))
+            }
     return outcome
 
 
 def run_without_fault(workshop: Workshop, checks: Iterable[Check], seed: int) -> Outcome:
     """Run all checks on the clean copy, with another seed and other data."""
-    outcome, started = Outcome(f"seed {seed} without a fault"), time.monotonic()
-    bench = Bench(workshop, workshop.clean, seed, workshop.folder / f"seed{seed}")
-    run_checks(outcome, bench, checks)
-    outcome.seconds = time.monotonic() - started
+    outcome = Outcome(f"seed {seed} without a fault")
+    with judging(outcome):
+        bench = Bench(workshop, workshop.clean, seed, workshop.folder / f"seed{seed}")
+        run_checks(outcome, bench, checks)
     return outcome
 
 
 def run_checks(outcome: Outcome, bench: Bench, checks: Iterable[Check]) -> None:
     """Run checks one after the other, up to one that cannot be run."""
+    for check in checks:
+        outcome.findings[check] = check(bench)
+
+
+@contextmanager
+def judging(outcome: Outcome) -> Iterator[None]:
+    """Make an error of a job its problem, so that the other jobs go on; measure its seconds."""
+    started = time.monotonic()
     try:
-        for check in checks:
-            outcome.findings[check] = check(bench)
-    except TrainingError as error:
-        outcome.problem = f"not judged: {' '.join(str(error).split())}"
+        yield
+    except CANNOT_RUN as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        outcome.problem = f"not judged: {kind}{' '.join(str(error).split())}"
+    outcome.seconds = time.monotonic() - started
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -163,10 +176,11 @@ def as_table(results: Results) -> str:
     rows = []
     for fault in results.faults:
         outcome, clean = results.with_fault[fault.name], len(results.without)
-        [finding] = outcome.findings.values() or [None]
+        finding = outcome.findings.get(fault.check)
         step = str(finding.step or "–") if finding else ""
-        by = finding.by if finding and finding.caught else "❌ missed"
-        rows.append([fault.name, by, step, f"{results.alarms_of(fault.check)} of {clean}"])
+        by = "❌ not judged" if outcome.problem else "❌ missed"
+        by = finding.by if finding and is_caught(outcome) else by
+        rows.append([fault.name, by, step, f"{results.alarms_of(*fault.checks)} of {clean}"])
     return text_table(rows, ["fault", "caught by", "step", "alarms with-\nout a fault"])
 
 
@@ -188,13 +202,15 @@ def as_json(results: Results) -> dict:
     found = {}
     for fault in results.faults:
         outcome = results.with_fault[fault.name]
-        [finding] = outcome.findings.values()
+        shown = [
+            {"by": each.by, "step": each.step, "evidence": each.evidence}
+            for each in (outcome.findings[check] for check in fault.checks)
+        ]
         found[fault.name] = {
-            "by": finding.by,
-            "step": finding.step,
-            "evidence": finding.evidence,
+            **shown[0],
+            **({"also": shown[1:]} if fault.also else {}),
             "seconds": round(outcome.seconds, 1),
-            "alarms": results.alarms_of(fault.check),
+            "alarms": results.alarms_of(*fault.checks),
             **({"curves": outcome.curves} if outcome.curves else {}),
         }
     return {

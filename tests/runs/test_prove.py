@@ -1,6 +1,6 @@
 """--prove: one step, whatever the split, the strategy and the program.
 
-That it finds a wrong one is shown by the fault museum (test_faults.py).
+That it finds a wrong accumulation is shown by the fault `mean_of_means` (test_faults.py).
 """
 
 import json

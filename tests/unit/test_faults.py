@@ -1,15 +1,18 @@
 """The fault museum: its catalogue and patches, its verdicts, and the page made of its results."""
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from faults import page
+from faults import deepspeed_release, page, run
 from faults.bench import apply_patch, copy_project
 from faults.catalogue import FAULTS, by_group
-from faults.checks import verdict_of_comparison
+from faults.checks import LONG, verdict_of_comparison
 from faults.deepspeed_release import DEEPSPEED_RELEASE
 from faults.fault import GROUPS, PATCHES, Finding
 from faults.run import Outcome, Results
@@ -116,6 +119,97 @@ def test_a_missed_fault_and_an_alarm_are_named():
     assert results.missed == [second.name, third.name]
     assert results.alarms == ["two", "three"]
     assert results.alarms_of(0) == 2  # a check that could not be run is not silent
+
+
+def test_a_check_or_a_curve_that_cannot_run_is_a_problem_of_its_fault(tmp_path, monkeypatch):
+    """The others go on."""
+
+    def lacks_a_number(_):
+        raise KeyError("eval_loss")
+
+    def does_not_apply(patch):
+        if patch.stem == names[0]:
+            raise UserError("It does not apply.")
+        return tmp_path / patch.stem / "project"
+
+    def finds(_):
+        return Finding(True, "a check", 2)
+
+    plain = [replace(fault, check=finds, also=(), curve=None) for fault in FAULTS[:4]]
+    names = [fault.name for fault in plain]
+    planted = [plain[0], replace(plain[1], check=lacks_a_number)]
+    planted += [replace(plain[2], curve=LONG), replace(plain[3], also=(lambda _: finds(_),))]
+    text = "a few words " * 100
+    workshop = SimpleNamespace(folder=tmp_path, clean=tmp_path, text=text, plant=does_not_apply)
+    monkeypatch.setattr(run.Bench, "train", lambda *_: tmp_path)  # has no metrics.jsonl
+    results = run.run_all(planted, 0, workshop)
+    problems = [results.with_fault[name].problem for name in names]
+    assert problems[:2] == ["not judged: It does not apply.", "not judged: KeyError: 'eval_loss'"]
+    assert problems[2].startswith("not judged: FileNotFoundError: ") and not problems[3]
+    assert results.missed == names[:3] and run.as_table(results).count("❌ not judged") == 3
+
+
+def test_an_error_of_the_museum_itself_is_raised():
+    with pytest.raises(AttributeError), run.judging(Outcome("a fault")):
+        _ = None.text
+
+
+def test_all_checks_of_a_fault_must_catch_it():
+    planted = replace(FAULTS[0], check=0, also=(1,))
+    results = Results([planted], {planted.name: outcome(planted.name, True, False)})
+    assert results.missed == [planted.name] and "❌ missed" in run.as_table(results)
+    results.without = {1: outcome("one", False, True), 2: outcome("two", False, False)}
+    assert results.alarms_of(*planted.checks) == 1 and results.alarms_of(0) == 0
+    results.with_fault[planted.name] = outcome(planted.name, True, True)
+    found = run.as_json(results)["faults"][planted.name]
+    assert not results.missed and found["alarms"] == 1 and found["also"][0]["by"] == "a check"
+
+
+@pytest.mark.parametrize("caught_with", [[], ["0.18.2", "0.19.8"], ["0.19.8"]])
+def test_the_check_must_show_the_fault_of_one_release_only(tmp_path, monkeypatch, caught_with):
+    wrong = deepspeed_release.Release("0.18.2", tmp_path)
+    installed = deepspeed_release.Release("0.19.8", None)
+    workshop = SimpleNamespace(folder=tmp_path, text="a few words " * 100)
+
+    def show(names):
+        check = SimpleNamespace(
+            patch=None, check=lambda bench: Finding(bench.release.name in names, "a check")
+        )
+        monkeypatch.setattr(deepspeed_release, "DEEPSPEED_RELEASE", check)
+        workshop.plant = lambda _: tmp_path / f"copy of {names}" / "project"
+        return deepspeed_release.check_without_refusal(wrong, installed, workshop, 0)
+
+    assert show(["0.18.2"])["by"] == "a check"
+    with pytest.raises(TrainingError, match="Without the refusal, DeepSpeed"):
+        show(caught_with)
+
+
+def test_the_page_shows_all_checks_of_a_fault():
+    [planted] = [fault for fault in FAULTS if fault.also]
+    found = {"step": 1, "evidence": "first line"}
+    text = "\n".join(page.section(planted, found | {"also": [{"evidence": "second line"}]}))
+    assert re.search(r"first line\n.*Also shown by `\S+ \S+ --prove`.*second line", text, re.DOTALL)
+
+
+def test_without_a_network_the_page_says_so(tmp_path, monkeypatch):
+    published = read_json(page.RESULTS)["release"]
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(page, "write_page", lambda: None)
+    offline = {"release": {"skipped": "no network"}}
+    for kept in (None, {}, {"release": {}}, {"release": offline["release"]}):
+        if kept is not None:
+            page.RESULTS.write_text(json.dumps(kept))
+        page.write(dict(offline))
+        written = read_json(page.RESULTS)["release"]
+        assert written == offline["release"]
+        assert "pip could not download" in " ".join(page.section_of_release(written))
+    page.RESULTS.write_text(json.dumps({"release": published}))
+    page.write(dict(offline))
+    written = read_json(page.RESULTS)["release"]
+    assert written == published | offline["release"]
+    said = " ".join(page.section_of_release(written))
+    assert "of an earlier run" in said and published["refusal"][:40] in said
+    assert "earlier run" not in " ".join(page.section_of_release(published))
 
 
 def test_the_page_is_what_the_results_and_the_catalogue_generate():
