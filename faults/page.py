@@ -47,7 +47,7 @@ Where the table names a file, no program gives a verdict: two numbers in it are 
 The runs train a GPT-2 of 137,000 parameters on pairs of a prompt and an answer, most of them for 10
 steps, those of `bf16_without_master` for 120 and those of the figure for 100. `make faults` writes
 this page from its results.
-For one fault, in half a minute: `python -m faults mean_of_means --seeds 1` (`--list` has the names).
+One fault, in half a minute: `python -m faults mean_of_means --seeds 1` (`--list` has the names).
 
 To look for a fault in another trainer: `torch.nn.utils.clip_grad_norm_` returns the norm of the
 gradient before clipping, and `sum(p.double().sum() for p in model.parameters())` is a checksum.
