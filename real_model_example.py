@@ -131,7 +131,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
     start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
     target = finish.find_target(output, settings.model.merge_lora, ctx, folder)  # of the export
-    log = start.open_log(settings.model, output, settings.debug, ctx, folder)  # of the preparation
+    log = start.open_log(settings.debug.memory_snapshot, ctx, folder)  # of the preparation
     checkpoint = start.find_checkpoint(output, settings.data, training, ctx, folder)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
     plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
@@ -159,7 +159,6 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     if step := settings.command.replay:
         return replay(step, run, datasets, settings, ctx)
     eval_loss = train_and_evaluate(run, datasets, training, ctx)
-
     finish.end_training(ctx, run)
     finish.load_best(run, training.load_best_at_end)
     finish.summarize(run, ctx, plan, eval_loss, settings.debug.profile_memory)
@@ -213,7 +212,7 @@ def train_and_evaluate(
     start.say_training(ctx, run, training.eval_only)
     validation = datasets.validation
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
-    train_epoch = training_loop(run.objects)
+    train_epoch = TRAIN_EPOCH[run.objects.strategy.engine]
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
     due = training.eval_first if state.step == 0 else state.evaluation_is_due
@@ -234,9 +233,7 @@ def train_and_evaluate(
             opening.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        steps = rest_of_epoch(datasets, run, training, ctx)
-        if training.skip_steps:
-            steps = run.without(steps, training.skip_steps)
+        steps = run.without(training.skip_steps, rest_of_epoch(datasets, run, training, ctx))
         train_epoch(run, steps, training, ctx)
         due = state.evaluation_is_due
 
@@ -245,19 +242,10 @@ def replay(
     step: int, run: start.Run, datasets: opening.Datasets, settings: Settings, ctx: DistContext
 ) -> nn.Module:
     """Repeat the steps of a run up to `step` with its training loop, and show that step."""
-    from support.replay import command
-
-    training, objects = settings.training, run.objects
-    steps = partial(rest_of_epoch, datasets, run, training, ctx)
-    how = training, training_loop(objects), steps, autocast(objects, ctx)
-    command.replay(run, command.Loop(step, *how), datasets, settings.data, ctx)
-    return objects.model
-
-
-def training_loop(objects: TrainingObjects) -> Callable[..., None]:
-    """Return the function that trains under this strategy."""
-    is_deepspeed = objects.strategy.engine == "deepspeed"
-    return train_epoch_deepspeed if is_deepspeed else train_epoch_ddp
+    objects, steps = run.objects, partial(rest_of_epoch, datasets, run, settings.training, ctx)
+    train_epoch = TRAIN_EPOCH[objects.strategy.engine]
+    how = step, settings.training, train_epoch, steps, autocast(objects, ctx)
+    return startup.replay(run, how, datasets, settings.data, ctx)
 
 
 # ========================================================================= the two training loops
@@ -353,6 +341,9 @@ def train_epoch_deepspeed(
         run.log.log_step(step_loss, lr, grad_norm, all_tokens)
         if save_or_stop(run, stop_requests):
             break
+
+
+TRAIN_EPOCH = {"ddp": train_epoch_ddp, "fsdp": train_epoch_ddp, "deepspeed": train_epoch_deepspeed}
 
 
 # ================================================================================ parts of a step

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from support import commands, console, process
 from support.cli.check_run import check_run
@@ -93,6 +93,13 @@ def prepare_for_failures(verbose: bool) -> None:
     sys.excepthook = lambda _kind, error, _traceback: restart.exit_before_start(
         error, verbose or console.verbose
     )
+
+
+def replay(*arguments: Any) -> nn.Module:
+    """Call `support.replay.command.replay`, which most runs do without."""
+    from support.replay import command
+
+    return command.replay(*arguments)
 
 
 def run_on_all_ranks(

@@ -11,18 +11,24 @@ from support.report.run import Run
 from support.settings.data import DataSettings
 
 
-def replay(run: Run, loop: Loop, datasets: Datasets, data: DataSettings, ctx: DistContext) -> None:
-    """Repeat the steps of a run up to `loop.step`, and show that step; all ranks call it.
+def replay(
+    run: Run, how: tuple, datasets: Datasets, data: DataSettings, ctx: DistContext
+) -> nn.Module:
+    """Repeat the steps of a run up to --replay, and show that step; all ranks call it.
 
+    Args:
+        how: the fields of `repeat.Loop`.
+    Returns:
+        The wrapped model, whose engine must be destroyed.
     Raises:
         UserError: see `repeat`; or the file cannot be written.
     """
-    folder = folder_of_run(run.folder.path)
+    loop, folder = Loop(*how), folder_of_run(run.folder.path)
     identity, skipped = run.manager.identity, loop.training.skip_steps
     others = check_same_run(folder, identity, skipped, loop.step, ctx)
     repeated = repeat(run, loop, ctx)
     if not ctx.is_main:
-        return
+        return run.objects.model
     facts = run.folder.facts
     now = {**{key: facts[key] for key in WAY}, "checkpoint": facts["flags"].get("resume")}
     replayed = record_of(loop.step, repeated, now, folder, loop.training.max_grad_norm)
@@ -30,3 +36,4 @@ def replay(run: Run, loop: Loop, datasets: Datasets, data: DataSettings, ctx: Di
     tokenizer = run.manager.spec.tokenizer
     replayed["sequences"] = sequences_of(repeated, datasets, data, facts["dataset"], tokenizer)
     write_record(replayed, folder)
+    return run.objects.model

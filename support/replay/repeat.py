@@ -64,10 +64,10 @@ def repeat(run: Run, loop: Loop, ctx: DistContext) -> Repeated:
     manager.save(run.state, announced=False)  # in the temporary folder
     tokens = token_losses(run.objects.model, loop.casting, step_batch, ctx)
     scale = loss_scale(run)
-    log = StepRecorder.like(run.log)
+    log = StepRecorder(run.meter)
     error = ""
     try:
-        loop.train_epoch(run._replace(log=log), [step_batch], training, ctx)
+        loop.train_epoch(recorded_by(log, run), [step_batch], training, ctx)
     except NotFinite as stopped:  # all ranks raise it
         error = str(stopped)
     ctx.monitor.training_ends()  # what follows has no steps whose time could be watched
@@ -110,6 +110,11 @@ def repeat_before(run: Run, loop: Loop, ctx: DistContext) -> StepBatch:
     run.log.flush()
     console.print0(f"🔁 Repeating step {step}")
     return next(iter(loop.remaining()))
+
+
+def recorded_by(log: StepRecorder, run: Run) -> Run:
+    """Return the run with a recorder, of which a training loop uses no more than it has."""
+    return run._replace(log=log)  # type: ignore[arg-type]
 
 
 def until(
@@ -176,9 +181,9 @@ def gradient_norms(
     with console.bar("Sequences", len(places), "sequence") as bar:
         for place in sorted(places):
             for _ in range(MOST_TRIES if ctx.precision == "fp16" else 1):
-                log = StepRecorder.like(run.log)
+                log = StepRecorder(run.meter)
                 state = dataclasses.replace(run.state, step=loop.step - 1)
-                alone_run = run._replace(log=log, state=state, balance=idle)
+                alone_run = recorded_by(log, run)._replace(state=state, balance=idle)
                 loop.train_epoch(alone_run, [alone(step_batch, place, ctx.rank)], training, ctx)
                 assert log.recorded is not None  # train_epoch logs each step
                 norm = log.recorded.grad_norm

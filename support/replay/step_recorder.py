@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from support.report.step_log import StepLog
+from support.report.step_meter import StepMeter
 
 
 class RecordedStep(NamedTuple):
@@ -19,17 +17,12 @@ class RecordedStep(NamedTuple):
     grad_norm: float | None
 
 
-@dataclass
-class StepRecorder(StepLog):
-    """A log that keeps the numbers of the last step. It writes and prints nothing."""
+class StepRecorder:
+    """Stands for the StepLog of a training loop: keeps the numbers of the last step."""
 
-    recorded: RecordedStep | None = None
-
-    @classmethod
-    def like(cls, log: StepLog) -> StepRecorder:
-        """Return a recorder for the run of a log."""
-        parts = [field.name for field in dataclasses.fields(StepLog) if field.init]
-        return cls(**{name: getattr(log, name) for name in parts})
+    def __init__(self, meter: StepMeter) -> None:
+        self.meter = meter
+        self.recorded: RecordedStep | None = None
 
     def start_epoch(self) -> None:
         """Start the clock."""

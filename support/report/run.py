@@ -36,11 +36,12 @@ class Run(NamedTuple):
     balance: Balancer  # --rank_shares auto: the sequences of each rank
     prompts: Prompts  # of --generate
 
-    def without(self, steps: StepBatches, skipped: tuple[int, ...]) -> StepBatches:
-        """Yield the step batches, except those of the steps `skipped`, which are only counted.
+    def without(self, skipped: tuple[int, ...], steps: StepBatches) -> StepBatches:
+        """Return the step batches, except those of the steps `skipped`, which are only counted."""
+        return self._without(skipped, steps) if skipped else steps
 
-        It ends early if an evaluation is due after a skipped step.
-        """
+    def _without(self, skipped: tuple[int, ...], steps: StepBatches) -> StepBatches:
+        """Yield the step batches; end early if an evaluation is due after a skipped step."""
         for step_batch in steps:
             if self.state.step + 1 not in skipped:
                 yield step_batch

@@ -21,8 +21,6 @@ from support.report.run_folder import RunFolder
 from support.report.run_plan import RunPlan, keeps_large_tensors
 from support.report.start_log import StartLog
 from support.settings.data import DataSettings
-from support.settings.debug import DebugSettings
-from support.settings.model import ModelSettings
 from support.settings.output import OutputSettings
 from support.settings.settings import Settings
 from support.settings.training import TrainingSettings
@@ -58,21 +56,13 @@ def plan_memory(settings: Settings, ctx: DistContext, spec: ModelSpec) -> RunPla
     return plan
 
 
-def open_log(
-    model: ModelSettings,
-    output: OutputSettings,
-    debug: DebugSettings,
-    ctx: DistContext,
-    folder: RunFolder,
-) -> StartLog:
+def open_log(memory_snapshot: str | None, ctx: DistContext, folder: RunFolder) -> StartLog:
     """Start to record memory; reports of hangs and of memory that ran out use it."""
     memory = MemoryByPhase(ctx.device)
     ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
     ctx.monitor.explain_memory_with(memory.describe)
-    file = debug.memory_snapshot
-    at_end = [record_memory(file, ctx)] if file else []
-    exports_adapters = not (model.merge_lora or output.no_export)
-    return StartLog(ctx, folder, memory, at_end, exports_adapters)
+    at_end = [record_memory(memory_snapshot, ctx)] if memory_snapshot else []
+    return StartLog(ctx, folder, memory, at_end)
 
 
 def check_machine(

@@ -26,7 +26,6 @@ class StartLog:
     folder: RunFolder
     memory: MemoryByPhase  # after each phase of the run
     at_end: Sequence[Callable[[], object]]  # write the files of other tools at the end of the run
-    exports_adapters: bool  # adapters, if any, are exported without the frozen weights
 
     def model_found(
         self, name: str, spec: ModelSpec, strategy: str, training: TrainingSettings
@@ -61,7 +60,8 @@ class StartLog:
         whole = spec.counts.total
         console.print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
-            say_adapters(spec, self.exports_adapters)
+            flags = self.folder.facts["flags"]
+            say_adapters(spec, exports_adapters=not (flags["merge_lora"] or flags["no_export"]))
         self.folder.record(
             parameters=whole, trainable_parameters=spec.counts.trainable, seq_length=spec.seq_length
         )
