@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from support.cluster.context import DistContext
 from support.data.opening import Datasets
 from support.replay.folder import check_same_run, folder_of_run
