@@ -61,7 +61,9 @@ class StartLog:
         console.print0(f"✅ Model loaded: {whole:,} parameters ({whole / 1e6:.1f}M)")
         if spec.lora:
             flags = self.folder.facts["flags"]
-            say_adapters(spec, exports_adapters=not (flags["merge_lora"] or flags["no_export"]))
+            say_adapters(
+                spec, exports_adapters=not (flags.get("merge_lora") or flags.get("no_export"))
+            )
         self.folder.record(
             parameters=whole, trainable_parameters=spec.counts.trainable, seq_length=spec.seq_length
         )
