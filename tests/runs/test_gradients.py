@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.errors import NotFinite
 from support.strategies import gradients
 from support.strategies.objects import TrainingObjects
 from support.strategies.table import STRATEGIES
@@ -40,5 +41,5 @@ def test_fp16_updates_nothing_after_a_loss_that_is_not_finite(loss):
 
 
 def test_a_non_finite_loss_is_an_error_if_the_optimizer_cannot_skip_updates():
-    with pytest.raises(gradients.TrainingError, match="The loss is nan"):
+    with pytest.raises(NotFinite, match="The loss is nan"):
         weights_after((float("nan"), 0.5), fused=False)
