@@ -212,7 +212,7 @@ def train_and_evaluate(
     start.say_training(ctx, run, training.eval_only)
     validation = datasets.validation
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
-    train_epoch = TRAIN_EPOCH[run.objects.strategy.engine]
+    train_epoch = TRAIN_EPOCH.get(run.objects.strategy.engine, train_epoch_ddp)
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
     due = training.eval_first if state.step == 0 else state.evaluation_is_due
@@ -243,7 +243,7 @@ def replay(
 ) -> nn.Module:
     """Repeat the steps of a run up to `step` with its training loop, and show that step."""
     objects, steps = run.objects, partial(rest_of_epoch, datasets, run, settings.training, ctx)
-    train_epoch = TRAIN_EPOCH[objects.strategy.engine]
+    train_epoch = TRAIN_EPOCH.get(objects.strategy.engine, train_epoch_ddp)
     how = step, settings.training, train_epoch, steps, autocast(objects, ctx)
     return startup.replay(run, how, datasets, settings.data, ctx)
 
@@ -343,7 +343,7 @@ def train_epoch_deepspeed(
             break
 
 
-TRAIN_EPOCH = {"ddp": train_epoch_ddp, "fsdp": train_epoch_ddp, "deepspeed": train_epoch_deepspeed}
+TRAIN_EPOCH = {"deepspeed": train_epoch_deepspeed}  # by engine; other engines: train_epoch_ddp
 
 
 # ================================================================================ parts of a step

@@ -43,4 +43,6 @@ def test_the_release_is_refused_and_its_gradients_are_wrong():
         pytest.skip("pip cannot download DeepSpeed 0.18.2")
     assert code == 0, out
     assert "❌ faults/deepspeed_loop.py, DeepSpeed 0.18.2" in out
-    assert "✅ Refused by the project" in out and "✅ Without the refusal: ❌ B: the losses" in out
+    assert "✅ Refused by the project" in out
+    assert "✅ Without the refusal, DeepSpeed 0.18.2: ❌ B: the losses" in out
+    assert "✅ Without the refusal, DeepSpeed 0.19" in out and "✅ Equal losses" in out
