@@ -28,6 +28,7 @@ from support.files.atomic import TemporaryFolder
 
 sys.path.append(str(PROJECT / "tests" / "helpers"))
 
+import project_copy
 from preloaded import Preloaded
 
 TIMEOUT = 120  # seconds of one program
@@ -187,28 +188,19 @@ class Bench:
 
 
 def copy_project(target: Path) -> Path:
-    """Copy the files of the project that git tracks, and compile its modules."""
-    for name in tracked_files():
-        if (PROJECT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(PROJECT / name, target / name)
-    # Otherwise each copy would compile them again, which takes half a second of each run.
-    compileall.compile_dir(target / "support", quiet=1)
-    return target
-
-
-def tracked_files() -> list[str]:
-    """Return the names of the files that git tracks, or would track.
+    """Copy the files of the project, and compile its modules.
 
     Raises:
         UserError: the project is not a checkout, or git is missing.
     """
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+        names = project_copy.project_files()
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"The museum needs git and a checkout of the project: {error}.") from error
-    return listed.stdout.splitlines()
+    project_copy.copy_project(target, names)
+    # Otherwise each copy would compile them again, which takes half a second of each run.
+    compileall.compile_dir(target / "support", quiet=1)
+    return target
 
 
 def apply_patch(patch: Path, target: Path, *options: str) -> None:

@@ -88,7 +88,7 @@ def run_all(faults: list[Fault], seeds: int, workshop: Workshop) -> Results:
                 keep(results, outcome, job)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            workshop.stop()  # otherwise the pool waits for the checks that have begun
+            workshop.stop()  # otherwise the pool waits for the checks that are running
             raise
     results.seconds = time.monotonic() - started
     return results

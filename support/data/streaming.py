@@ -128,7 +128,7 @@ class Stream:
             yield step_batch
 
     def rows_until_now(self) -> PlacedRows:
-        """Read the rows again from the beginning, as far as the run has come on any rank."""
+        """Read again from the beginning the rows that any rank has read until now."""
         rows = self._slots.rows(None)
         if self.state["passes"]:
             return rows

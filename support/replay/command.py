@@ -33,9 +33,7 @@ def replay(
         return run.objects.model
     facts = run.folder.facts
     now = {**{key: facts[key] for key in WAY}, "checkpoint": facts["flags"].get("resume")}
-    replayed = record_of(loop.step, repeated, now, folder, loop.training.max_grad_norm)
-    replayed["changed_settings"] = others
-    tokenizer = run.manager.spec.tokenizer
-    replayed["sequences"] = sequences_of(repeated, datasets, data, facts["dataset"], tokenizer)
-    write_record(replayed, folder)
+    sequences = sequences_of(repeated, datasets, data, run.manager.spec.tokenizer)
+    max_grad_norm = loop.training.max_grad_norm
+    write_record(record_of(repeated, sequences, now, others, folder, max_grad_norm), folder)
     return run.objects.model

@@ -18,10 +18,10 @@ from torch import nn
 
 from support.checkpoints.loading import PieceReader
 from support.model.prepare import transformer_blocks
-from support.strategies.optimizer_shards import MOMENTUM, Piece, Shard, ShardedState
+from support.strategies.optimizer_shards import MOMENTS, MOMENTUM, Piece, Shard, ShardedState
 from support.strategies.wrapped import unwrapped
 
-FIRST_MOMENT = "exp_avg"  # of Adam
+FIRST_MOMENT = MOMENTS[0]
 
 
 class Layer(TypedDict):

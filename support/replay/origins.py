@@ -85,7 +85,7 @@ def origins_in_stream(
     """Return for each text of a sequence of --streaming the rows that contain its documents.
 
     Args:
-        rows: of the stream, as far as the run has read it.
+        rows: of the stream, those that the run has read.
         name: of the dataset.
         separator: the text of the token between documents, if there is one.
     """

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support import console
-from support.data.facts import DatasetFacts
 from support.data.opening import Datasets
 from support.data.sequences import Sequences
 from support.errors import UserError, redact_value
@@ -44,15 +43,20 @@ def write_record(replayed: Replayed, folder: Path) -> None:
 
 
 def record_of(
-    step: int, repeated: Repeated, now: dict, folder: Path, max_grad_norm: float
+    repeated: Repeated,
+    sequences: list[ReplayedSequence],
+    now: dict,
+    changed_settings: list[str],
+    folder: Path,
+    max_grad_norm: float,
 ) -> Replayed:
-    """Return the record without its sequences.
+    """Return the content of replay-STEP.json.
 
     Args:
         now: strategy, ranks, device, precision and checkpoint of the replay.
         folder: the output folder of the run.
     """
-    earlier = recorded_step(step, folder / FILE)
+    earlier = recorded_step(repeated.step, folder / FILE)
     results = read_results(folder / RESULTS) or {}
     numbers = repeated.numbers
     loss = numbers.loss if numbers else None
@@ -63,7 +67,7 @@ def record_of(
     if max_grad_norm and norm is not None and math.isfinite(norm):
         factor = min(1.0, max_grad_norm / (norm + 1e-6))
     return Replayed(
-        step=step,
+        step=repeated.step,
         run={key: results.get(key) for key in WAY},
         repeated=now,
         loss=loss,
@@ -76,8 +80,8 @@ def record_of(
         loss_scale=repeated.loss_scale,
         outcome=repeated.outcome,
         reason=repeated.reason,
-        changed_settings=[],
-        sequences=[],
+        changed_settings=changed_settings,
+        sequences=sequences,
         layers=[{**layer} for layer in repeated.layers],
     )
 
@@ -91,18 +95,14 @@ def recorded_step(step: int, file: Path) -> dict:
 
 
 def sequences_of(
-    repeated: Repeated,
-    datasets: Datasets,
-    data: DataSettings,
-    facts: DatasetFacts,
-    tokenizer: PreTrainedTokenizerBase,
+    repeated: Repeated, datasets: Datasets, data: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> list[ReplayedSequence]:
     """Return the sequences of the step, the largest share of the gradient first."""
     places = [*repeated.tokens]
     described = [described_tokens(repeated.tokens[place], tokenizer) for place in places]
     if isinstance(datasets.train, Sequences):
         numbers = [repeated.numbers_of[place] for place in places]
-        origins = origins_of(numbers, datasets.train, data, facts, tokenizer)
+        origins = origins_of(numbers, datasets.train, data, datasets.facts, tokenizer)
     else:
         texts, rows = [text for text, _ in described], datasets.train.rows_until_now()
         origins = origins_in_stream(texts, rows, data.dataset_name, tokenizer.eos_token)

@@ -39,6 +39,7 @@ class Loop(NamedTuple):
 class Repeated:
     """What was measured of a step. `tokens` and `norms` have the sequences of all ranks."""
 
+    step: int
     numbers: RecordedStep | None  # None: an error ended the step
     outcome: str  # "updated", "skipped" in fp16, or "stopped": the run ended here
     reason: str | None  # why it was skipped or stopped
@@ -81,6 +82,7 @@ def repeat(run: Run, loop: Loop, ctx: DistContext) -> Repeated:
         manager.load_saved(step - 1)
         norms = gradient_norms(run, loop, step_batch, [*tokens], ctx)
     return Repeated(
+        step=step,
         numbers=log.recorded,
         outcome=outcome,
         reason=reason,
@@ -123,8 +125,7 @@ def until(
     """Yield the step batches up to that of the step `last`, without those of --skip_steps."""
     for step_batch in steps:
         if run.state.step + 1 in training.skip_steps:
-            run.state.skip()
-            run.log.log_skipped()
+            run.skip_step()
         else:
             yield step_batch
         if run.state.step >= last:

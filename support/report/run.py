@@ -46,14 +46,18 @@ class Run(NamedTuple):
             if self.state.step + 1 not in skipped:
                 yield step_batch
                 continue
-            self.state.skip()
-            self.balance.skip_step()
-            self.log.log_skipped()
+            self.skip_step()
             if self.manager.is_due(self.state):
                 self.manager.save(self.state)
                 self.meter.pause()
             if self.state.evaluation_is_due or self.state.finished:
                 return
+
+    def skip_step(self) -> None:
+        """Count a step that is not made, because of --skip_steps."""
+        self.state.skip()
+        self.balance.skip_step()
+        self.log.log_skipped()
 
     @classmethod
     def open(

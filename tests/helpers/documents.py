@@ -14,20 +14,19 @@ import io
 import itertools
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from project_copy import PROJECT, project_files
 
 from support.cli import parser as parsing
 from support.cli.flags import build_parser
 from support.cli.parse import parse_arguments
 from support.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[2]
 COMMANDS = ("runnable", "needs-gpu", "needs-cluster", "needs-hub")
 MARKERS = (*COMMANDS, "output", "illustration")
 LAUNCHERS = {"torchrun", "deepspeed", "accelerate"}
@@ -257,9 +256,7 @@ def usage_error(words: list[str]) -> str:
 @functools.cache
 def tracked() -> frozenset[str]:
     """Return the project's files, also new ones that git does not ignore, and its folders."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
-    files = [name for name in listed.stdout.splitlines() if (PROJECT / name).exists()]
+    files = project_files()
     return frozenset(files) | {str(up) for name in files for up in Path(name).parents}
 
 

@@ -166,7 +166,7 @@ def sentences(page):
 
 
 def plain(text: str) -> str:
-    """Return a text with a word for each inline code, and without the targets of links."""
+    """Return a text in which inline code is one word, and links have no targets."""
     text = re.sub(r"`[^`]+`", "code", re.sub(r"\][(\[][^)\]]*[)\]]", "]", text))
     return " ".join(word for word in text.split() if re.search(r"\w", word))
 
