@@ -105,16 +105,16 @@ test-lower-bounds:
 	PATH="$(CURDIR)/.venv-lower/bin:$$PATH" TORCHINDUCTOR_COMPILE_THREADS=1 $(LOWER) -m pytest -q -m "not soak" tests/unit \
 		$(EQUAL) --deselect "$(EQUAL)[fsdp]" --deselect "$(EQUAL)[infinity]"
 
-# docs/FAULTS.md, its figure and faults/results.json are renewed if all faults are caught.
+# docs/FAULTS.md, its figure and tools/faults/results.json are renewed if all faults are caught.
 faults: setup-dev
-	$(BIN)/python -m faults --write
+	$(BIN)/python -m tools.faults --write
 
 soak: setup-dev
 	$(BIN)/python -m pytest -m soak $(PARALLEL)
 
-# BENCH=... adds options, such as BENCH="--keep --cases one"; benchmarks/peers.py describes them.
+# BENCH=... adds options, such as BENCH="--keep --cases one"; tools/benchmarks/peers.py describes them.
 bench: setup
-	$(BIN)/python -m benchmarks.peers --write $(if $(GPU),--gpu) $(BENCH)
+	$(BIN)/python -m tools.benchmarks.peers --write $(if $(GPU),--gpu) $(BENCH)
 
 clean:
 	rm -rf $(VENV) .venv-lower site build .mypy_cache .pytest_cache .ruff_cache

@@ -87,7 +87,7 @@ fi
 in_project() { # $1: Python code that may import from the project; the rest are its arguments
     "$python" -c "import sys; sys.path.insert(0, sys.argv.pop(1))"$'\n'"$1" "$project" "${@:2}"
 }
-every_strategy=$(in_project 'from support.strategies.table import STRATEGIES; print(*STRATEGIES)') ||
+every_strategy=$(in_project 'from distributed_training.strategies.table import STRATEGIES; print(*STRATEGIES)') ||
     die "Python cannot read the strategies: see above."
 # shellcheck disable=SC2206 # split at blanks and line ends
 strategies=(${STRATEGIES-$every_strategy})
@@ -101,11 +101,11 @@ done
 facts=$(in_project '
 try:
     import torch
-    from support.process import versions
-    from support.report.results import hardware
+    from distributed_training.process import versions
+    from distributed_training.run.results import hardware
 except ImportError as error:
     sys.exit(f"{sys.executable}: {error}")
-from support.cluster.gpus import usable_gpus; gpus = usable_gpus()
+from distributed_training.ranks.gpus import usable_gpus; gpus = usable_gpus()
 print(gpus)
 print("device", hardware(torch.device("cuda" if gpus else "cpu"))["gpu" if gpus else "cpu"])
 print("cores", hardware(torch.device("cpu"))["cores"], "versions", versions())') ||
@@ -127,11 +127,11 @@ arguments+=("$@")
 # strategy uses every flag.
 checked=${strategies[0]}
 [[ $named != *" infinity "* ]] || checked=infinity
-in_project 'from support import startup; startup.start(sys.argv[1:])' \
+in_project 'from distributed_training import entry; from tools.hooks import HOOKS; entry.prepare_process(sys.argv[1:], HOOKS)' \
     --model "$model" --strategy "$checked" "${arguments[@]}" || exit 2
 # Four micro-batches, because sums that are wrong only for those in the middle have occurred.
 [[ -n ${SIMULATE_GPUS-} ]] || defaults=$(in_project '
-from support.cli.parse import read_command_line
+from distributed_training.cli.parse import read_command_line
 line = read_command_line(sys.argv[1:])
 if "gradient_accumulation_steps" not in line.given:
     own = "" if "global_batch_size" in line.given else "--gradient_accumulation_steps 4"
@@ -151,7 +151,7 @@ configuration=$(
     printf 'model %q\nranks %s\narguments' "$model" "$ranks" && printf ' %q' "${arguments[@]}" && printf '\n'
     printf '%s\n' "${facts#*$'\n'}" "tf32 ${NVIDIA_TF32_OVERRIDE-}${environment[*]}"
     cd "$project" && printf 'code %s\n' \
-        "$(find support -name '*.py' -print0 | LC_ALL=C sort -z | xargs -0 cat real_model_example.py ds_config_*.json | cksum)"
+        "$(find distributed_training -name '*.py' -print0 | LC_ALL=C sort -z | xargs -0 cat real_model_example.py ds_config_*.json | cksum)"
 )
 mkdir -p comparison_runs || die "$PWD/comparison_runs cannot be created: change to a folder that you may write to."
 if command -v flock > /dev/null; then
@@ -213,7 +213,7 @@ run_once() { # $1: strategy or "control", $2: repeat; the rest: more arguments f
     local folder=$runs/$1/$2 mark=$$-$1-$2 begun=$SECONDS code=0 port pids
     shift 2
     scratch=$(undisturbed mktemp -d) || return 0 # NVMe files, and whatever a run that is killed leaves behind
-    port=$(undisturbed in_project 'from support.cluster.launch import free_port; print(free_port())') || return 0
+    port=$(undisturbed in_project 'from distributed_training.ranks.launch import free_port; print(free_port())') || return 0
     [[ $interrupted == 0 ]] || return 0
     rm -rf "$folder" && mkdir -p "$folder"
     local launcher=(-m torch.distributed.run --nproc_per_node="$ranks" --master_addr=127.0.0.1 --master_port="$port")
@@ -280,7 +280,7 @@ control=${CONTROL-1}
 total=$((repeats * ${#strategies[@]} + control))
 # Results first: what needs no compilation runs before it. No compiler runs next to a run, whose speed it would change.
 needing=$(undisturbed in_project '
-from support.strategies.table import STRATEGIES
+from distributed_training.strategies.table import STRATEGIES
 print(*(name for name in sys.argv[1:] if STRATEGIES[name].missing_ops()))' "${strategies[@]}") || needing="" # then the runs report it
 read -ra uncompiled <<< "$needing"
 order=()
@@ -300,7 +300,7 @@ done
 if [[ $control == 1 && $interrupted == 0 ]] && report --status "$runs/dp/1" > /dev/null; then
     higher=$(undisturbed in_project '
 from pathlib import Path
-from support.report.metrics_file import read_metrics
+from distributed_training.records.metrics_file import read_metrics
 records, _ = read_metrics(Path(sys.argv[1]))
 print(1.1 * max(record["lr"] for record in records if "loss" in record))
 ' "$runs/dp/1/metrics.jsonl") || true

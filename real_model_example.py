@@ -28,24 +28,25 @@ DeepSpeed stores them in the precision of the computation, and O includes an fp3
 All strategies train the same model: for the same global batch and without dropout the losses agree
 up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
 train_epoch_deepspeed(): the lines that differ are what DeepSpeed changes. The flags and their
-defaults are in support/settings/. <output_dir> gets results.json, metrics.jsonl, the
+defaults are in distributed_training/settings/. <output_dir> gets results.json, metrics.jsonl, the
 checkpoints (--save_every) and the trained model (hf/).
 """
 
 import sys
 
-from support import startup
+from distributed_training import entry
+from tools.hooks import HOOKS  # --check, --replay, --strategy auto: what tools add to a run
 
 if __name__ == "__main__":
     # Sets environment variables that torch reads when it is imported; stops at an invalid flag.
-    ARGS, LAUNCH = startup.start(sys.argv[1:])
+    ARGS, LAUNCH = entry.prepare_process(sys.argv[1:], HOOKS)
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,30 +55,40 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from support import other_optimizers
-from support.checkpoints.manager import CheckpointManager
-from support.cluster import process_group
-from support.cluster.context import DistContext
-from support.data import batches, opening
-from support.model import prepare
-from support.model.spec import ModelSpec
-from support.report import finish, start
-from support.settings.settings import Settings
-from support.settings.training import TrainingSettings
-from support.strategies import gradients, table
-from support.strategies.deepspeed import setup
-from support.strategies.fsdp import shards
-from support.strategies.objects import TrainingObjects
+from distributed_training import other_optimizers
+from distributed_training.checkpoints.find import find_checkpoint
+from distributed_training.checkpoints.manager import CheckpointManager
+from distributed_training.data import batches
+from distributed_training.data.batches import StepBatch
+from distributed_training.data.opening import Datasets
+from distributed_training.data.sequences import Sequences
+from distributed_training.hooks import TrainingLoop
+from distributed_training.loss_chunks import IGNORED
+from distributed_training.model import prepare
+from distributed_training.model.loss import computes_loss
+from distributed_training.model.spec import ModelSpec
+from distributed_training.ranks import process_group
+from distributed_training.ranks.context import DistContext
+from distributed_training.ranks.failures import FailureMonitor
+from distributed_training.ranks.launch import Launch
+from distributed_training.run.run import Run
+from distributed_training.run.run_end import RunEnd
+from distributed_training.run.start_log import StartLog
+from distributed_training.settings.settings import Settings
+from distributed_training.settings.training import TrainingSettings
+from distributed_training.strategies import gradients
+from distributed_training.strategies.ddp.strategy import DDP
+from distributed_training.strategies.deepspeed.strategy import DeepSpeed
+from distributed_training.strategies.fsdp.strategy import FSDP
+from distributed_training.strategies.objects import TrainingObjects
 
 
-def main(settings: Settings, launch: process_group.Launch) -> None:
+def main(settings: Settings, launch: Launch) -> None:
     """Run setup_distributed() and train() on this rank; if a rank fails, end all of them."""
-    startup.run_on_all_ranks(setup_distributed, train, settings, launch)
+    entry.run_on_all_ranks(setup_distributed, train, settings, launch, HOOKS)
 
 
-def setup_distributed(
-    settings: Settings, launch: process_group.Launch, monitor: process_group.FailureMonitor
-) -> DistContext:
+def setup_distributed(settings: Settings, launch: Launch, monitor: FailureMonitor) -> DistContext:
     """Choose the device, wait for all ranks, and initialize the process group.
 
     This process is one rank: a launcher has started one for each GPU, or for a share of the CPU's
@@ -100,11 +111,13 @@ def setup_distributed(
     real = "nccl" if device.type == "cuda" else "gloo"
     backend = "fake" if settings.debug.simulate_gpus else real
     # Key-value stores that all ranks share: for our own messages, and for the process group.
-    cluster, strategy = settings.cluster, settings.parallelism.configured
+    cluster, strategy = settings.cluster, settings.strategy
     store, group_store = process_group.meet_ranks(cluster.ddp_timeout, launch, device, backend)
     ctx = DistContext(launch, device, backend, monitor, store)
-    process_group.watch_ranks(ctx, cluster.hang_seconds)  # from here on a failure ends all ranks
-    options = process_group.group_options(strategy, ctx)  # backend=, and what the strategy needs
+    # From here on a failure of one rank ends all.
+    monitor.watch(ctx.rank, ctx.real_world_size, store, cluster.hang_seconds)
+    # backend=, and what the strategy needs besides.
+    options = strategy.group_options(backend, device, ctx.world_size)
     dist.init_process_group(
         store=group_store,
         rank=ctx.rank,
@@ -127,92 +140,57 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
         UserError: an argument, the data, the model or the checkpoint to resume cannot be used.
         TrainingError, Preempted: the run failed; or it was stopped by a signal, and has saved.
     """
-    training, output, strategy = settings.training, settings.output, settings.parallelism.configured
-    folder = start.open_folder(settings, ctx)  # creates and locks <output_dir>, writes results.json
-    start.check_machine(strategy, training, settings.model.compile, ctx.device.type)
-    target = finish.find_target(output, settings.model.merge_lora, ctx, folder)  # of the export
-    log = start.open_log(settings.debug.memory_snapshot, ctx, folder)  # of the preparation
-    checkpoint = start.find_checkpoint(output, settings.data, training, ctx, folder)
+    training = settings.training
+    log = StartLog.open(settings, ctx)  # creates and locks <output_dir>, writes results.json
+    end = RunEnd.plan(settings, ctx, log.folder)  # where the trained model goes
+    checkpoint = find_checkpoint(settings.output, settings.data, training, ctx, log.folder.path)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
-    plan = start.plan_memory(settings, ctx, spec)  # the estimate: for advice if memory runs out
+    plan = log.plan_memory(settings, spec)  # the estimate: for advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
-    datasets = prepare_dataset(settings, ctx, spec)  # before the weights: its errors come early
+    # Tokens, cut into sequences: before the weights, because its errors come early. Which rank
+    # trains on which sequences is decided in split_over_ranks.
+    datasets = Datasets.open(settings, ctx, spec.tokenizer, spec.seq_length)
     log.dataset_ready(datasets, training)
-    finish.check_prompts(output.generate, spec, datasets.facts, training.eval_only)
+    end.check_prompts(spec, datasets.facts)
     objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
-    manager = CheckpointManager.create(settings, ctx, folder.checkpoints, objects, spec, datasets)
+    checkpoints = log.folder.checkpoints
+    manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
     state = batches.train_state(counters, datasets.train, training, ctx, plan.rank_limits(ctx))
-    if folder.was_complete_at(state):  # --resume of a completed run
-        trained = finish.restore(folder, manager, state.step, training.load_best_at_end)
-        finish.publish(settings, folder, target, trained, autocast(objects, ctx))
-        finish.complete(ctx, folder)
+    if log.folder.was_complete_at(state):  # --resume of a completed run
+        end.repeat(manager, state.step, autocast(objects, ctx))
         return objects.model
-    run = start.Run.open(settings, ctx, log, manager, state)  # log and meter of the steps
+    run = Run.open(settings, datasets, log, manager, state, HOOKS)  # log and meter of the steps
     # All checks have passed: only now may files of an earlier run be changed.
-    manager.take_over(state.best, clean=folder.lock is not None)  # checkpoints
-    folder.begin(run_signature=manager.identity)  # results.json
-    run.log.cut()  # metrics.jsonl
-    start.keep_freed_memory(plan, ctx, strategy)  # on a CPU
-    start.watch_steps(training, ctx, run, plan)  # from here on a step that hangs is reported
-    if step := settings.command.replay:
-        return replay(step, run, datasets, settings, ctx)
-    eval_loss = train_and_evaluate(run, datasets, training, ctx)
-    finish.end_training(ctx, run)
-    finish.load_best(run, training.load_best_at_end)
-    finish.summarize(run, ctx, plan, eval_loss, settings.debug.profile_memory)
-    # Rank 0 gathers one parameter after the other, for <output_dir>/hf. --generate needs autocast.
-    finish.publish(settings, folder, target, manager.trained_model(state), autocast(objects, ctx))
-    finish.complete(ctx, folder)  # the status in results.json
-    finish.close(ctx, run)
+    run.begin(training, plan, ctx)
+    if settings.command.replay and HOOKS.replay:
+        return HOOKS.replay.show(run, training_loop(run, training, ctx), settings, ctx)
+    eval_loss = train_and_evaluate(run, training, ctx)
+    # Writes results.json, and the trained model to <output_dir>/hf: rank 0 gathers one parameter
+    # after the other. --generate needs autocast.
+    end.finish(run, plan, eval_loss, autocast(objects, ctx))
     return objects.model
 
 
-def prepare_dataset(settings: Settings, ctx: DistContext, spec: ModelSpec) -> opening.Datasets:
-    """Tokenize the text, and cut it into sequences of --seq_length tokens.
-
-    One rank of each node tokenizes, unless the tokens are in the cache; all ranks memory-map the
-    token file. Which rank trains on which sequences is decided in split_over_ranks.
-    """
-    # Micro-batches are padded to few lengths; to one with --compile, which compiles each length.
-    one_length = settings.model.compile or ctx.simulated
-    padding = opening.Padding.of(spec.seq_length, one_length, ctx.device.type)
-    # A stream is read and tokenized while the run trains.
-    open_data = opening.open_stream if settings.data.streaming else opening.open_tokenized
-    datasets = open_data(settings.data, settings.training, ctx, spec.tokenizer, padding)
-    opening.check_validation(datasets.validation, settings.training)
-    count = settings.training.eval_samples or settings.data.num_samples
-    return datasets.evaluate_on(count)  # the first of them; None: all
-
-
-def build(
-    settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
-) -> TrainingObjects:
+def build(settings: Settings, ctx: DistContext, spec: ModelSpec, log: StartLog) -> TrainingObjects:
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
-    strategy = settings.parallelism.configured  # the row of --strategy, with its options
-    if settings.training.eval_only and strategy.whole_parameters:  # no gradients, no optimizer:
-        strategy = table.STRATEGIES["dp"]  # what is left are replicas of P
-    builders: dict[str, Callable[..., TrainingObjects]] = {
-        "ddp": build_ddp,
-        "fsdp": build_fsdp,
-        "deepspeed": build_deepspeed,
-    }
-    return builders[strategy.engine](strategy, settings, ctx, spec, log)
+    strategy = settings.strategy  # the row of --strategy, with its options
+    if settings.training.eval_only and strategy.whole_parameters:
+        return build_replicas(settings, ctx, spec, log)
+    return ENGINES[strategy.engine].build(strategy, settings, ctx, spec, log)
 
 
-def train_and_evaluate(
-    run: start.Run, datasets: opening.Datasets, training: TrainingSettings, ctx: DistContext
-) -> float | None:
+def train_and_evaluate(run: Run, training: TrainingSettings, ctx: DistContext) -> float | None:
     """Evaluate if it is due, end if all steps are done, train until the next evaluation; repeat.
 
     Returns:
         The loss of the last evaluation, or None if there was none.
     """
-    start.say_training(ctx, run, training.eval_only)
-    validation = datasets.validation
+    run.announce(ctx, training.eval_only)
+    validation = run.datasets.validation
     state = run.state  # the counters: step, samples, epoch, position (the sequences used in it)
-    train_epoch = TRAIN_EPOCH.get(run.objects.strategy.engine, train_epoch_ddp)
+    train_epoch = ENGINES[run.objects.strategy.engine].train_epoch
     # The evaluation comes first in the loop, because the checkpoint of a step is saved before its
     # evaluation: after a resume that may be missing.
     due = training.eval_first if state.step == 0 else state.evaluation_is_due
@@ -224,33 +202,33 @@ def train_and_evaluate(
             rank_counts = batches.evaluation_counts(state, training)
             eval_loss = evaluate(run.objects, validation, rank_counts, ctx)
             if eval_loss is None:  # a rank received a stop signal
-                finish.stop(run)  # saves a checkpoint and raises Preempted
+                run.stop()  # saves a checkpoint and raises Preempted
             state.add_evaluation(eval_loss)  # early stopping may end the run
             run.log.log_evaluation(eval_loss)
             run.manager.after_evaluation(state)
-            finish.generate_at_evaluation(run, autocast(run.objects, ctx))  # --generate_every_eval
+            run.generate(autocast(run.objects, ctx), ctx)  # --generate_every_eval
         elif due:
-            opening.say_nothing_to_evaluate()
+            run.log.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        steps = run.without(training.skip_steps, rest_of_epoch(datasets, run, training, ctx))
+        steps = run.without(training.skip_steps, rest_of_epoch(run, training, ctx))
         train_epoch(run, steps, training, ctx)
         due = state.evaluation_is_due
 
 
-def replay(
-    step: int, run: start.Run, datasets: opening.Datasets, settings: Settings, ctx: DistContext
-) -> nn.Module:
-    """Repeat the steps of a run up to `step` with its training loop, and show that step."""
-    objects, steps = run.objects, partial(rest_of_epoch, datasets, run, settings.training, ctx)
-    train_epoch = TRAIN_EPOCH.get(objects.strategy.engine, train_epoch_ddp)
-    how = step, settings.training, train_epoch, steps, autocast(objects, ctx)
-    return startup.replay(run, how, datasets, settings.data, ctx)
+def training_loop(run: Run, training: TrainingSettings, ctx: DistContext) -> TrainingLoop:
+    """Return the training loop of a run for --replay, which repeats steps with it."""
+    return TrainingLoop(
+        training=training,
+        train_epoch=ENGINES[run.objects.strategy.engine].train_epoch,
+        remaining=partial(rest_of_epoch, run, training, ctx),
+        autocast=autocast(run.objects, ctx),
+    )
 
 
 # ========================================================================= the two training loops
 def train_epoch_ddp(
-    run: start.Run, steps: batches.StepBatches, training: TrainingSettings, ctx: DistContext
+    run: Run, steps: Iterable[StepBatch], training: TrainingSettings, ctx: DistContext
 ) -> None:
     """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
@@ -299,7 +277,7 @@ def train_epoch_ddp(
 
 
 def train_epoch_deepspeed(
-    run: start.Run, steps: batches.StepBatches, training: TrainingSettings, ctx: DistContext
+    run: Run, steps: Iterable[StepBatch], training: TrainingSettings, ctx: DistContext
 ) -> None:
     """Train with DeepSpeed's engine until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
@@ -343,9 +321,6 @@ def train_epoch_deepspeed(
             break
 
 
-TRAIN_EPOCH = {"deepspeed": train_epoch_deepspeed}  # by engine; other engines: train_epoch_ddp
-
-
 # ================================================================================ parts of a step
 def learning_rate(step: int, total_steps: int, training: TrainingSettings) -> float:
     """Return the learning rate of a step: linear warm-up to --lr, then the decay of --lr_scheduler.
@@ -375,15 +350,13 @@ def set_learning_rate(optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def rest_of_epoch(
-    datasets: opening.Datasets, run: start.Run, training: TrainingSettings, ctx: DistContext
-) -> batches.StepBatches:
+def rest_of_epoch(run: Run, training: TrainingSettings, ctx: DistContext) -> Iterable[StepBatch]:
     """Return this rank's step batches on the device, from the epoch's first unused sequence on.
 
     Their order depends on the seed and the epoch only.
     """
-    train, state = datasets.train, run.state
-    if not isinstance(train, opening.Sequences):  # a stream has its own order
+    train, state = run.datasets.train, run.state
+    if not isinstance(train, Sequences):  # a stream has its own order
         return train.step_batches(ctx.device)
     order = train.epoch_order(training.seed, state.epoch)[state.position :]
     rank_counts = state.ranks.from_step(state.step + 1)
@@ -392,23 +365,23 @@ def rest_of_epoch(
 
 
 def split_over_ranks(
-    sequences: opening.Sequences,
+    sequences: Sequences,
     order: np.ndarray,
     rank_counts: Iterable[list[int]],
     accumulation: int,
     ctx: DistContext,
-) -> Iterator[batches.StepBatch]:
+) -> Iterator[StepBatch]:
     """Yield this rank's micro-batches of each optimizer step.
 
     The order is cut into global batches of batch_size × world_size × accumulation sequences.
     Example, 2 × 2 × 2 = 8: rank 0 computes 0 1 in its first micro-batch and 4 5 in its second, rank
-    1 computes 2 3 and 6 7; with --rank_shares 3,1 rank 0 computes 0 1 2 and 4 5 6. For the same
-    global batch, ranks and shares change only which rank computes a sequence. For the collectives
-    every rank must run the same number of micro-batches; short ones are filled up with rows without
-    a loss.
+    1 computes 2 3 and 6 7. For the same global batch the ranks change only which rank computes a
+    sequence. For the collectives every rank must run the same number of micro-batches; short ones
+    are filled up with rows without a loss.
 
     Args:
-        rank_counts: for each step, the sequences of each rank in a micro-batch.
+        rank_counts: for each step, the sequences of each rank in a micro-batch, which are all
+            batch_size without --rank_shares.
     """
     position = 0
     for counts in rank_counts:  # for example [2, 2]; without end
@@ -418,17 +391,30 @@ def split_over_ranks(
         global_batch = order[position : position + all_ranks * accumulation]
         position += len(global_batch)
         own = [
-            batches.divide_over_ranks(global_batch[first : first + all_ranks], counts)[ctx.rank]
+            share_of_rank(global_batch[first : first + all_ranks], counts, ctx.rank)
             for first in range(0, len(global_batch), all_ranks)
         ]
-        yield batches.StepBatch(
+        yield StepBatch(
             [batches.fill_up(sequences, share, counts[ctx.rank]) for share in own],
             tokens=sum(map(sequences.tokens, own)),
             numbers=own,
         )
 
 
-def count_tokens(step_batch: batches.StepBatch, ctx: DistContext) -> torch.Tensor:
+def share_of_rank(indices: np.ndarray, counts: list[int], rank: int) -> np.ndarray:
+    """Return the part of a rank of the sequences that all ranks compute in a micro-batch.
+
+    With --rank_shares 3,1 and 4 sequences rank 0 computes 0 1 2, and rank 1 computes 3.
+
+    Args:
+        counts: the sequences of each rank in a whole micro-batch; the last one may be short.
+    """
+    if len({*counts}) == 1:  # the usual case
+        return np.array_split(indices, len(counts))[rank]
+    return batches.divide_over_ranks(indices, counts)[rank]
+
+
+def count_tokens(step_batch: StepBatch, ctx: DistContext) -> torch.Tensor:
     """Count tokens and stop requests of an optimizer step over all ranks, in one all-reduce.
 
     The loss is divided by the valid tokens of the whole step. Sequences may have different numbers
@@ -440,7 +426,7 @@ def count_tokens(step_batch: batches.StepBatch, ctx: DistContext) -> torch.Tenso
     """
     counts = torch.zeros(3, device=ctx.device)
     for _, labels, _ in step_batch.micro_batches:
-        counts[0] += (labels[:, 1:] != batches.IGNORED).sum()  # the first token is not predicted
+        counts[0] += (labels[:, 1:] != IGNORED).sum()  # the first token is not predicted
     counts[1].fill_(step_batch.tokens)
     counts[2].fill_(bool(ctx.stop.requested))
     dist.all_reduce(counts)
@@ -451,20 +437,20 @@ def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=No
     """Run the forward pass; return the sum of the next-token cross entropies / `valid_tokens`.
 
     The call of `model` runs the hooks of DDP, FSDP or the engine; those of FSDP and ZeRO-3 gather
-    parameters. The inputs, labels and positions are those of a micro-batch, see batches.StepBatch.
+    parameters. The inputs, labels and positions are those of a micro-batch, see StepBatch.
     """
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
-    targets = F.pad(labels[:, 1:], (0, 1), value=batches.IGNORED)  # position i predicts token i + 1
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position i predicts token i + 1
     options = {} if positions is None else {"position_ids": positions}
-    if prepare.computes_loss(model):
+    if computes_loss(model):
         # The usual case. spec.load() has replaced the output layer by one that computes the same
         # loss as the code below, but does not store all logits, the largest tensor of a step:
-        # add_loss and ChunkedLoss in support/model/loss.py. The number of tokens is an integer,
+        # add_loss and ChunkedLoss in model/loss.py. The number of tokens is an integer,
         # because FSDP would convert a float to bf16.
         return model(inputs, targets=targets, tokens=valid_tokens.long(), **options)
     # Models whose output layer scales or caps its logits, or has adapters.
     logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=batches.IGNORED, reduction="sum")
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss / valid_tokens
 
 
@@ -485,7 +471,7 @@ def set_gradient_sync(model: nn.Module, needed: bool) -> None:
         model.require_backward_grad_sync = needed  # as model.no_sync() does
 
 
-def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
+def save_or_stop(run: Run, stop_requests: torch.Tensor) -> bool:
     """Save a checkpoint if one is due; return True if an evaluation is due or the run finished.
 
     Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
@@ -500,14 +486,14 @@ def save_or_stop(run: start.Run, stop_requests: torch.Tensor) -> bool:
         run.meter.pause()  # no step includes the time of a save
     # On a GPU this reads the count of the previous step, so that the host does not wait.
     if run.manager.stop_requested(stop_requests):
-        finish.stop(run)  # saves a checkpoint and raises Preempted
+        run.stop()  # saves a checkpoint and raises Preempted
     return run.state.evaluation_is_due or run.state.finished
 
 
 # ==================================================================================== evaluation
 @torch.no_grad()
 def evaluate(
-    objects: TrainingObjects, validation: opening.Sequences, counts: list[int], ctx: DistContext
+    objects: TrainingObjects, validation: Sequences, counts: list[int], ctx: DistContext
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
@@ -531,21 +517,19 @@ def evaluate(
         [(inputs, labels, positions)] = step_batch.micro_batches
         with autocast(objects, ctx):
             total[0] += next_token_loss(model, inputs, labels, divisor, positions)
-        total[1] += (labels[:, 1:] != batches.IGNORED).sum()
+        total[1] += (labels[:, 1:] != IGNORED).sum()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
 # ============================================ strategies: load, shard or wrap, create the optimizer
 def build_ddp(
-    strategy: table.DDP, settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
+    strategy: DDP, settings: Settings, ctx: DistContext, spec: ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Replicate the model on every rank; DDP averages the gradients during the backward pass."""
     model = spec.load(ctx)
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
-    if settings.training.eval_only:
-        return TrainingObjects(strategy, model.to(ctx.device), optimizer=None)
     prepare.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
@@ -558,14 +542,13 @@ def build_ddp(
         )
         if hook := strategy.communication_hook(ctx.simulated):  # all-reduces in --reduce_dtype
             model.register_comm_hook(None, hook)
-    training = settings.training
-    optimizer = create_optimizer(parameter_groups(model, training), training)
+    optimizer = create_optimizer(model, settings.training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
 
 def build_fsdp(
-    strategy: table.FSDP, settings: Settings, ctx: DistContext, spec: ModelSpec, log: start.StartLog
+    strategy: FSDP, settings: Settings, ctx: DistContext, spec: ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Shard parameters, gradients and optimizer states over the ranks, per transformer block.
 
@@ -573,19 +556,20 @@ def build_fsdp(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+    from distributed_training.strategies.fsdp.shards import fill_from_rank0, layers_to_shard
+
     options = strategy.options  # --fsdp, --fsdp_config
     full_model = spec.load(ctx) if ctx.is_main else None  # on the CPU
     model = spec.on_meta_device()
     # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 or --reduce_dtype.
     # fp16 is left to autocast, whose 16-bit copies of the weights stay until the backward pass.
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
-    reduce_dtype = shards.reduce_dtype(strategy.reduce_dtype)
-    mp_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    mp_policy = MixedPrecisionPolicy(dtype, reduce_dtype=strategy.torch_reduce_dtype)
     # The mesh of all ranks; HYBRID_SHARD has a second dimension, nodes that hold the same shards.
     fsdp_options: dict[str, Any] = {"mesh": ctx.mesh(options.hybrid), "mp_policy": mp_policy}
     if options.offload:
         fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-    layers = shards.layers_to_shard(model, prepare.transformer_blocks(model), options)
+    layers = layers_to_shard(model, options)  # the transformer blocks
     for layer in layers:  # hooks gather a layer's parameters before it computes
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **fsdp_options)
     # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
@@ -594,24 +578,19 @@ def build_fsdp(
         for layer, next_layer in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([next_layer])
     model.to_empty(device="cpu" if options.offload else ctx.device)
-    shards.fill_from_rank0(model, full_model, ctx.device)  # also buffers
+    fill_from_rank0(model, full_model, ctx.device)  # also buffers
     del full_model
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
     # The optimizer states are sharded because the parameters are.
-    training = settings.training
-    optimizer = create_optimizer(parameter_groups(model, training), training)
+    optimizer = create_optimizer(model, settings.training)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
 
 def build_deepspeed(
-    strategy: table.DeepSpeed,
-    settings: Settings,
-    ctx: DistContext,
-    spec: ModelSpec,
-    log: start.StartLog,
+    strategy: DeepSpeed, settings: Settings, ctx: DistContext, spec: ModelSpec, log: StartLog
 ) -> TrainingObjects:
     """Create the DeepSpeed engine, which owns the optimizer and shards its states.
 
@@ -627,15 +606,14 @@ def build_deepspeed(
     """
     import deepspeed
 
-    training, quiet, verbose = settings.training, settings.output.quiet, settings.debug.verbose
-    sizes = setup.ModelSizes(  # the buckets of the communication hold a transformer block
-        spec.text_config.hidden_size, spec.counts.total, spec.counts.largest, spec.tied
+    from distributed_training.strategies.deepspeed.preparation import (
+        hidden_output,
+        prepare_deepspeed,
     )
+
+    training, verbose = settings.training, settings.debug.verbose
     # Creates the NVMe folder, compiles DeepSpeed's ops, fills in each "auto" of the configuration.
-    nvme_path = settings.parallelism.nvme_path
-    strategy = setup.prepare(strategy, sizes, nvme_path, ctx, quiet, verbose)
-    if ctx.is_main:
-        setup.write_config(strategy, log.folder.path)  # <output_dir>/ds_config.json
+    strategy = prepare_deepspeed(strategy, settings, ctx, spec, log.folder.path)
     if strategy.stage == 3:  # also infinity
         model = partition_with_zero3(strategy, ctx, spec, verbose)
     else:
@@ -643,18 +621,20 @@ def build_deepspeed(
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
     own_optimizer = training.optim != "adamw" and not training.eval_only
-    with setup.hidden_output(verbose):  # moves the model to the device, and wraps the optimizer
+    with hidden_output(verbose):  # moves the model to the device, and wraps the optimizer
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
             model_parameters=parameter_groups(model, training),
-            optimizer=partial(create_optimizer, training=training) if own_optimizer else None,
+            optimizer=partial(other_optimizers.create, model=model, training=training)
+            if own_optimizer
+            else None,
         )
     return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
 
 
 def partition_with_zero3(
-    strategy: table.DeepSpeed, ctx: DistContext, spec: ModelSpec, verbose: bool
+    strategy: DeepSpeed, ctx: DistContext, spec: ModelSpec, verbose: bool
 ) -> nn.Module:
     """Load the model and shard each parameter as it is read; infinity moves the shards to NVMe.
 
@@ -662,15 +642,44 @@ def partition_with_zero3(
     """
     import deepspeed
 
+    from distributed_training.strategies.deepspeed.preparation import OneByOne, hidden_output
+
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
     model = spec.load(ctx, dtype="auto")
     # Not `with zero.Init()`, which would skip transformers' own initialization of new weights.
-    one_by_one = setup.OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
-    with setup.hidden_output(verbose):
+    one_by_one = OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
+    with hidden_output(verbose):
         deepspeed.zero.Init(module=one_by_one, config_dict_or_path=strategy.config)
     for buffer in model.buffers():  # DeepSpeed neither shards nor moves them
         buffer.data = buffer.data.to(ctx.device)
     return model
+
+
+def build_replicas(
+    settings: Settings, ctx: DistContext, spec: ModelSpec, log: StartLog
+) -> TrainingObjects:
+    """For --eval_only: copy the model to every rank, without gradients and an optimizer.
+
+    What dp, zero1, zero2 and offload then store is the same, and none needs its library.
+    """
+    model = spec.load(ctx)
+    prepare.prepare_forward(model, settings.model, spec)
+    log.model_loaded(spec)
+    return TrainingObjects(DDP("Replicas for an evaluation"), model.to(ctx.device), optimizer=None)
+
+
+class Engine(NamedTuple):
+    """What the script does with the strategies of one engine."""
+
+    build: Callable[..., TrainingObjects]
+    train_epoch: Callable[[Run, Iterable[StepBatch], TrainingSettings, DistContext], None]
+
+
+ENGINES = {
+    "ddp": Engine(build_ddp, train_epoch_ddp),
+    "fsdp": Engine(build_fsdp, train_epoch_ddp),
+    "deepspeed": Engine(build_deepspeed, train_epoch_deepspeed),
+}
 
 
 # -------------------------------------------------------------------- the same for all strategies
@@ -683,15 +692,14 @@ def parameter_groups(model: nn.Module, training: TrainingSettings) -> list[dict]
         {"params": [p for p in trained if is_matrix[p]], "weight_decay": training.weight_decay},
         {"params": [p for p in trained if not is_matrix[p]], "weight_decay": 0.0},
     ]
-    if training.optim == "muon":  # the matrices of the blocks are a third group
-        groups = other_optimizers.separate_matrices(groups, prepare.transformer_blocks(model))
     return [group for group in groups if group["params"]]  # plain LoRA has no vectors
 
 
-def create_optimizer(groups: list[dict], training: TrainingSettings) -> torch.optim.Optimizer:
+def create_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
     """Return AdamW, or another optimizer of --optim."""
+    groups = parameter_groups(model, training)
     if training.optim != "adamw":
-        return other_optimizers.create(groups, training)
+        return other_optimizers.create(groups, model, training)
     adam = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
     return torch.optim.AdamW(groups, lr=training.lr, **adam, fused=True)
 

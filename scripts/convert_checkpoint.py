@@ -1,78 +1,15 @@
 #!/usr/bin/env python3
-"""Inspect a checkpoint, or convert it to another format.
-
-    python scripts/convert_checkpoint.py runs/mine --inspect
-    python scripts/convert_checkpoint.py runs/mine/checkpoints/step-00000100 --to hf my-model
-    python scripts/convert_checkpoint.py runs/mine --to torch weights
-    python scripts/convert_checkpoint.py trainer/checkpoint-500 --to checkpoint start
-
---to checkpoint reads checkpoints of Hugging Face's Trainer, of DeepSpeed (also universal ones) and
-of FSDP (torch.distributed.checkpoint). For a run's folder its newest checkpoint is used. No network
-and no GPU is needed. To train from a Hugging Face folder without optimizer states, no conversion is
-needed: pass it to real_model_example.py as --model DIR.
-"""
+"""Convert a checkpoint to another format: tools/convert has the program."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import process, programs
+from distributed_training import process, programs
 
 if __name__ == "__main__":
     process.catch_signals()
+    from tools.convert.main import main
 
-from support.cli.parser import Parser
-from support.errors import UserError, explain
-from support.settings import flag_types
-
-
-def main() -> None:
-    """Read the arguments, and run the command."""
-    parser = Parser.of_script(__doc__)
-    add = parser.add_argument
-    source = "the folder of a checkpoint, of a run, or for --to checkpoint of another program's"
-    add("source", type=flag_types.path, metavar="CKPT", help=source)
-    add("target", type=flag_types.path, metavar="OUT", nargs="?", help="the new folder, for --to")
-    add("--to", choices=("hf", "torch", "checkpoint"), help="the format of OUT")
-    add("--inspect", action="store_true", help="describe CKPT, and verify its files")
-    dtypes = ("fp32", "bf16", "fp16")
-    add("--dtype", choices=dtypes, default="fp32", help="of hf's weights (default: fp32)")
-    shard_size = "largest size of one file of hf's weights, which are in memory together (default: "
-    add("--max_shard_size", default="1GB", help=f"{shard_size}%(default)s)")
-    trust = "load a DeepSpeed or FSDP checkpoint, although the code in its pickles is executed"
-    add("--trust_checkpoint", action="store_true", help=trust)
-    args = parser.parse_intermixed_args()
-    if args.inspect == bool(args.to) or bool(args.to) != bool(args.target):
-        parser.error("give either --inspect or --to FORMAT OUT")
-    try:
-        run(args)
-    except Exception as error:
-        raise explain(error) from None
-
-
-def run(args) -> None:
-    """Inspect or convert the checkpoint; the imports take seconds, which --help should not wait."""
-    from support.checkpoints import convert, foreign
-    from support.cluster.context import DTYPES
-
-    def write(folder: Path) -> None:
-        if args.to == "checkpoint":
-            with foreign.open_foreign(args.source, args.trust_checkpoint, folder.parent) as source:
-                convert.write_checkpoint(source, folder)
-        elif args.to == "hf":
-            own = convert.OwnCheckpoint(args.source)
-            convert.write_hf(own, folder, DTYPES[args.dtype], args.max_shard_size)
-        else:
-            convert.write_torch(convert.OwnCheckpoint(args.source), folder)
-
-    if not args.source.is_dir():
-        raise UserError(f"{args.source}: no such folder.")
-    if args.inspect:
-        print(convert.inspect(convert.OwnCheckpoint(args.source)))
-    else:
-        print(f"📁 {convert.write_folder(args.target, write)}")
-
-
-if __name__ == "__main__":
     programs.run_command_line(main)

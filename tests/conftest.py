@@ -20,7 +20,7 @@ import pytest
 from packaging.version import Version
 from preloaded import Preloaded
 
-from support.strategies.table import STRATEGIES as ROWS
+from distributed_training.strategies.table import STRATEGIES as ROWS
 
 # Of tests/helpers; their fixtures are for several files.
 pytest_plugins = ["cluster_work", "command_lines", "generated_scripts"]
@@ -152,7 +152,7 @@ def check_schema(folder: Path, metrics: bool = True) -> None:
     """Check that the files of a run have the keys and types of docs/OUTPUTS.md."""
     from schema_check import problems_of_metrics, problems_of_results
 
-    from support.report.results_types import wrong_key
+    from distributed_training.records.results_types import wrong_key
 
     run = Run(folder=folder)
     problems = [*problems_of_results(run.results), *filter(None, [wrong_key(run.results)])]
@@ -398,7 +398,7 @@ def without_libaio(tmp_path_factory) -> dict:
     """An environment for a run: a compiler that cannot link libaio is what a machine without it
     looks like to DeepSpeed. The other ops are compiled.
     """
-    from support.strategies.deepspeed import ops
+    from distributed_training.strategies.deepspeed import ops
 
     folder = tmp_path_factory.mktemp("without")
     without = '#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec /usr/bin/gcc "$@"\n'

@@ -6,7 +6,7 @@ import pytest
 from conftest import PROJECT
 from generated_scripts import JOB, LAUNCHER, SLURM
 
-from support.cli.flags import RENAMED
+from distributed_training.cli.flags import RENAMED
 
 # How a run's folder is named, and the arguments that name it; "run.yaml" has output_dir: from the
 # run file.

@@ -71,7 +71,7 @@ def losses_of(folder):
 
 
 def test_examples_are_what_the_templates_make():
-    from support.cluster import slurm as jobs
+    from tools.slurm import slurm as jobs
 
     for name, text in jobs.examples().items():
         assert (PROJECT / "slurm" / name).read_text() == text

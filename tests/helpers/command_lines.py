@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Run
 
-from support.programs import exit_code_of
+from distributed_training.programs import exit_code_of
 
 # For anything that runs in this process; a loop over a number of the user would take hours.
 SPARE_SECONDS = 20

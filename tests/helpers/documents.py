@@ -22,10 +22,10 @@ from unittest import mock
 import pytest
 from project_copy import PROJECT, project_files
 
-from support.cli import parser as parsing
-from support.cli.flags import build_parser
-from support.cli.parse import parse_arguments
-from support.errors import UserError
+from distributed_training.cli import parser as parsing
+from distributed_training.cli.flags import build_parser
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
 
 COMMANDS = ("runnable", "needs-gpu", "needs-cluster", "needs-hub")
 MARKERS = (*COMMANDS, "output", "illustration")

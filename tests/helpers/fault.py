@@ -44,7 +44,7 @@ def break_steps(step: int, action, rank: int | None = None) -> None:
     """Call action() as a rank (or each) reads its `step`-th micro-batch, counting from 1; reading
     is one step ahead of training.
     """
-    from support.data import batches as data
+    from distributed_training.data import batches as data
 
     served, fill_up = [0], data.fill_up
 
@@ -132,14 +132,14 @@ def plant(kind: str, values: list[str]) -> None:
 
         dist.all_reduce = skip_one
     elif kind == "nan":
-        from support.model import loss
+        from distributed_training.model import loss
 
         def not_a_number(number, compute, *inputs):
             return compute(*inputs) * (float("nan") if number == int(values[0]) else 1)
 
         wrap(loss.OutputLayer, "_loss", not_a_number)
     elif kind == "infinite":
-        from support.model import loss
+        from distributed_training.model import loss
 
         def overflow(number, compute, *args, **kwargs):
             found, parts = compute(*args, **kwargs)
@@ -149,11 +149,11 @@ def plant(kind: str, values: list[str]) -> None:
 
         wrap(loss, "_loss_and_gradients", overflow)
     elif kind == "in_backward":
-        from support.model import loss
+        from distributed_training.model import loss
 
         loss.COMPUTED_IN_BACKWARD = (torch.float32,)
     elif kind == "oom_above":
-        from support.data import batches as data
+        from distributed_training.data import batches as data
 
         def run_out(number, fill_up, file, indices, rows):
             if rows > int(values[1]) and os.environ["RANK"] == values[0]:
@@ -171,8 +171,8 @@ def plant(kind: str, values: list[str]) -> None:
 
         wrap(F, "embedding", sleep)
     elif kind == "kill_saving":
-        from support.checkpoints import format as checkpoint_format
-        from support.checkpoints import saving as tensors
+        from distributed_training.checkpoints import format as checkpoint_format
+        from distributed_training.checkpoints import saving as tensors
 
         calls = [0]
 
@@ -185,7 +185,7 @@ def plant(kind: str, values: list[str]) -> None:
         owner = tensors if values[0] == "tensors" else checkpoint_format
         wrap(owner, "save_file" if values[0] == "tensors" else "write_text", killed)
     elif kind == "full_disk":
-        from support.checkpoints import saving as tensors
+        from distributed_training.checkpoints import saving as tensors
 
         def save(number, save_file, *args):
             if os.environ["RANK"] == values[0] and number == int(values[1]):
@@ -194,8 +194,8 @@ def plant(kind: str, values: list[str]) -> None:
 
         wrap(tensors, "save_file", save)
     elif kind == "logits":
-        from support.checkpoints.manager import CheckpointManager
-        from support.model import generate
+        from distributed_training.checkpoints.manager import CheckpointManager
+        from distributed_training.model import generate
 
         generate.NEW_TOKENS = 15
 
@@ -211,7 +211,7 @@ def plant(kind: str, values: list[str]) -> None:
 
         wrap(CheckpointManager, "trained_model", speak_and_export)
     elif kind == "prove":
-        from support.commands import prove
+        from tools.prove import prove
 
         prove.PYTHON, prove.SCRIPT = values[0], Path(__file__)
         os.environ.update(PYTHON_EXEC=values[0], FAULT="none")
@@ -223,7 +223,7 @@ def plant(kind: str, values: list[str]) -> None:
         ones = torch.ones  # of a first kernel on the GPU
         torch.ones = lambda *args, device=None, **options: ones(*args, **options)
     elif kind == "unusable_gpu":
-        from support.cluster import gpus
+        from distributed_training.ranks import gpus
 
         gpus.DEVICES = Path(values[0])
         (gpus.DEVICES / "nvidia0").touch()

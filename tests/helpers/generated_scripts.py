@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Run
 
-from support.programs import exit_code_of
+from distributed_training.programs import exit_code_of
 
 
 @pytest.fixture

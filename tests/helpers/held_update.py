@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 from torch import nn
 
-from support.cli.parse import parse_arguments
-from support.strategies import gradients
-from support.strategies.deepspeed import patches
-from support.strategies.deepspeed.options import ModelSizes, complete_ds_config
-from support.strategies.objects import TrainingObjects
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.strategies import gradients
+from distributed_training.strategies.deepspeed import patches
+from distributed_training.strategies.deepspeed.options import ModelSizes, complete_ds_config
+from distributed_training.strategies.objects import TrainingObjects
 
 
 def weights(model: nn.Module) -> torch.Tensor:
@@ -32,7 +32,7 @@ def main(strategy: str) -> dict:
 
     patches.skip_shared_memory_op()
     settings = parse_arguments(["--strategy", strategy, "--precision", "bf16"])
-    config = settings.parallelism.configured.config
+    config = settings.strategy.config
     complete_ds_config(config, "bf16", ModelSizes(8, 72, 64, tied=False), 1, None)
     config["optimizer"]["params"]["lr"] = 0.1
     model = nn.Linear(8, 8)
@@ -40,7 +40,7 @@ def main(strategy: str) -> dict:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     type(engine.optimizer).has_overflow = searches = mock.Mock(return_value=False)
     found_inf, changed = torch.zeros((), dtype=torch.bool), []
-    disabled, zero = torch.amp.GradScaler("cpu", enabled=False), settings.parallelism.configured
+    disabled, zero = torch.amp.GradScaler("cpu", enabled=False), settings.strategy
     objects = TrainingObjects(zero, engine, engine.optimizer, disabled, found_inf)
     for factor in (1.0, float("nan")):
         before = weights(model)

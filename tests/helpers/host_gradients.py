@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from support.strategies import gradients
+from distributed_training.strategies import gradients
 
 SCALE = 8.0
 

@@ -5,10 +5,10 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from support.cluster.context import DistContext
-from support.cluster.failures import FailureMonitor
-from support.cluster.launch import Launch
-from support.cluster.stop import StopSignal
+from distributed_training.ranks.context import DistContext
+from distributed_training.ranks.failures import FailureMonitor
+from distributed_training.ranks.launch import Launch
+from distributed_training.ranks.stop import StopSignal
 
 
 @contextlib.contextmanager

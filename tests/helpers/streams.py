@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from support.cli.parse import parse_arguments
+from distributed_training.cli.parse import parse_arguments
 
 
 def tokenized(file, tokenizer, root, *flags, bad=0):
     """What `tokenize_once` returns for a file or folder, with the cache in `root`."""
-    from support.data.rows import RowOptions
-    from support.data.sources import open_source
-    from support.data.tokenize import tokenize_once
-    from support.files.cache import Cache
+    from distributed_training.data.rows import RowOptions
+    from distributed_training.data.sources import open_source
+    from distributed_training.data.tokenize import tokenize_once
+    from distributed_training.files.cache import Cache
 
     data = parse_arguments([str(flag) for flag in flags]).data
     options = RowOptions.of(data, tokenizer)
@@ -29,8 +29,8 @@ def ids_of(prepared):
 
 def stream_of(file, tokenizer, **flags):
     """A Stream of one rank."""
-    from support.data.sequences import Padding
-    from support.data.streaming import open_stream
+    from distributed_training.data.sequences import Padding
+    from distributed_training.data.streaming import open_stream
 
     small = "--seq_length 16 --batch_size 2 --max_steps 50 --shuffle_buffer 4 --max_bad_rows 9"
     settings = parse_arguments(["--dataset", str(file), "--streaming", "--no_eval", *small.split()])

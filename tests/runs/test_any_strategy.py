@@ -26,7 +26,7 @@ def checkpoint(run, step):
 
 def moments(run, step):
     """Every weight and moment of a checkpoint, by name."""
-    from support.checkpoints.convert import OwnCheckpoint
+    from distributed_training.checkpoints.convert import OwnCheckpoint
 
     source = OwnCheckpoint(checkpoint(run, step))
     return {

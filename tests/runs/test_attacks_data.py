@@ -15,14 +15,14 @@ import pytest
 from conftest import PROJECT
 from streams import tokenized
 
-from support.cli.parse import parse_arguments
-from support.data.chat import Encoder
-from support.data.examples import encode_example
-from support.data.rows import Row, RowOptions
-from support.data.sources import open_source
-from support.errors import UserError
-from support.files.cache import META, Cache
-from support.files.folders import files_of
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.chat import Encoder
+from distributed_training.data.examples import encode_example
+from distributed_training.data.rows import Row, RowOptions
+from distributed_training.data.sources import open_source
+from distributed_training.errors import UserError
+from distributed_training.files.cache import META, Cache
+from distributed_training.files.folders import files_of
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 FINE = json.dumps({"text": "fine"})
@@ -92,7 +92,7 @@ def test_a_run_that_is_killed_while_it_writes_the_cache(tmp_path):
     program = """if True:
         import os, signal, sys
         from pathlib import Path
-        from support.files.cache import Cache
+        from distributed_training.files.cache import Cache
 
         def write(folder):
             (folder / "x.bin").write_bytes(b"half")

@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import FAULT, SCRIPT, assert_close, descendants_of_test, finish, start
 
-from support import process
+from distributed_training import process
 
 WORK = "--seq_length 32 --max_steps 4 --dropout 0 --precision fp32 --no_eval --no_export".split()
 

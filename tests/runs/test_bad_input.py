@@ -15,9 +15,9 @@ import torch
 from conftest import FAULT, descendants_of_test, path_without
 from one_rank import one_rank
 
-from support.cli.parse import parse_arguments
-from support.errors import UserError
-from support.model.spec import ModelSpec
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
+from distributed_training.model.spec import ModelSpec
 
 
 @pytest.fixture

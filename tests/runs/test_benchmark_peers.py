@@ -1,9 +1,8 @@
-"""benchmarks/peers.py: it measures every driver, and this project, on the same sequences."""
+"""tools/benchmarks/peers.py: it measures every driver, and this project, on the same sequences."""
 
 import pytest
-from conftest import soak
-
 from benchmarks import peers
+from conftest import soak
 
 pytestmark = pytest.mark.slow
 

@@ -47,8 +47,8 @@ def greedy(folder, ids, most):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from support.cluster.context import DTYPES
-    from support.cluster.tuning import choose_precision
+    from distributed_training.ranks.context import DTYPES
+    from distributed_training.ranks.tuning import choose_precision
 
     dtype = DTYPES[choose_precision("auto", torch.device("cpu"))]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -109,8 +109,8 @@ def test_adapters_are_used(script, talk, chat_model, text_file):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from support.chat.source import find_source
-    from support.chat.speaker import Speaker
+    from tools.chat.source import find_source
+    from tools.chat.speaker import Speaker
 
     flags = "--seq_length 64 --max_steps 4 --precision fp32 --no_eval --lora_r 4 --lr 1e-1".split()
     run = script("--model", chat_model, "--dataset", text_file, *flags)

@@ -259,7 +259,7 @@ def test_loss_scaler_of_deepspeed(monkeypatch):
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from support.strategies import gradients
+    from distributed_training.strategies import gradients
 
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # decides which rank logs
     options = {"scale_window": 5, "min_scale": 1, "delayed_shift": 2}
@@ -285,8 +285,8 @@ def test_cpu_adam_goes_on_exactly_after_many_steps():
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from support.strategies.deepspeed import ops, patches
-    from support.strategies.deepspeed.states import replay_bias_correction
+    from distributed_training.strategies.deepspeed import ops, patches
+    from distributed_training.strategies.deepspeed.states import replay_bias_correction
 
     patches.load_compiled_ops(["cpu_adam"], ops.load)
 

@@ -11,7 +11,7 @@ import pytest
 from cluster_work import reached
 from conftest import SCRIPT, Run, finish, launcher_command, load_exported, start
 
-from support.errors import UserError
+from distributed_training.errors import UserError
 
 RANK_FILE = "rank-00000-000.safetensors"
 
@@ -52,7 +52,7 @@ def changed(change):
     """Change the manifest of step 4 as somebody does who knows how its digest is made."""
 
     def rewrite(folder: Path) -> None:
-        from support.files.atomic import digest_of_json
+        from distributed_training.files.atomic import digest_of_json
 
         path = step(folder, 4) / "manifest.json"
         manifest = json.loads(path.read_text())
@@ -115,9 +115,9 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
     """The older one is taken, with one line that says why."""
     from one_rank import one_rank
 
-    from support.checkpoints.find import find_checkpoint
-    from support.checkpoints.verify import open_checkpoint
-    from support.cli.parse import parse_arguments
+    from distributed_training.checkpoints.find import find_checkpoint
+    from distributed_training.checkpoints.verify import open_checkpoint
+    from distributed_training.cli.parse import parse_arguments
 
     damage(copy)
     settings = parse_arguments(["--resume", "--resume_force", "--output_dir", str(copy)])
@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, damage, capsys):
 @pytest.mark.parametrize("file", ["manifest.json", RANK_FILE])
 def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(copy, monkeypatch, file):
     """As of another user. Root may read everything, so the open fails in the test."""
-    from support.checkpoints import verify
+    from distributed_training.checkpoints import verify
 
     def refuse(path: Path, *_):
         raise PermissionError(13, "Permission denied", str(path))
@@ -211,7 +211,7 @@ def test_a_latest_file_cannot_point_outside_its_checkpoint(tmp_path, content):
     """A DeepSpeed checkpoint that names a folder elsewhere is not opened there."""
     import torch
 
-    from support.checkpoints.foreign import open_foreign
+    from distributed_training.checkpoints.foreign import open_foreign
 
     weight = tmp_path / "other" / "zero" / "weight"
     weight.mkdir(parents=True)
@@ -232,7 +232,7 @@ class Evil:
 def test_weights_of_a_universal_checkpoint_are_never_unpickled(tmp_path, monkeypatch):
     import torch
 
-    from support.checkpoints.foreign import open_foreign
+    from distributed_training.checkpoints.foreign import open_foreign
 
     place = tmp_path / "zero" / "weight"
     place.mkdir(parents=True)

@@ -9,8 +9,8 @@ import pytest
 from cluster_work import wait_for
 from conftest import PROJECT, finish, path_without, start
 
-from support.strategies.deepspeed import ops
-from support.strategies.table import STRATEGIES
+from distributed_training.strategies.deepspeed import ops
+from distributed_training.strategies.table import STRATEGIES
 
 pytestmark = pytest.mark.slow
 

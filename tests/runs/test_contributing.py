@@ -40,7 +40,9 @@ def copy_with(title: str, folder: Path) -> Path:
     """A copy of the project with the examples of a section of CONTRIBUTING.md."""
     names = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True)
     for name in names.stdout.splitlines():
-        if name.startswith(("support/", "scripts/", "real_model", "ds_config", "compare_")):
+        if name.startswith(
+            ("distributed_training/", "scripts/", "real_model", "ds_config", "compare_")
+        ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, folder / name)
     text = (PROJECT / "CONTRIBUTING.md").read_text("utf-8")

@@ -7,13 +7,13 @@ import sys
 import pytest
 from conftest import PROJECT
 
-from faults import deepspeed_release
-from support.errors import TrainingError
+from distributed_training.errors import TrainingError
+from tools.faults import deepspeed_release
 
 
 def show(**env):
     """Run the program; returns its exit code and output."""
-    command = [sys.executable, "-m", "faults.deepspeed_release"]
+    command = [sys.executable, "-m", "tools.faults.deepspeed_release"]
     variables = {**os.environ, **env}
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, env=variables)
     return done.returncode, done.stdout + done.stderr
@@ -42,7 +42,7 @@ def test_the_release_is_refused_and_its_gradients_are_wrong():
     if "is not shown" in out:
         pytest.skip("pip cannot download DeepSpeed 0.18.2")
     assert code == 0, out
-    assert "❌ faults/deepspeed_loop.py, DeepSpeed 0.18.2" in out
+    assert "❌ tools/faults/deepspeed_loop.py, DeepSpeed 0.18.2" in out
     assert "✅ Refused by the project" in out
     assert "✅ Without the refusal, DeepSpeed 0.18.2: ❌ B: the losses" in out
     assert "✅ Without the refusal, DeepSpeed 0.19" in out and "✅ Equal losses" in out

@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import PROJECT, finish, load_exported
 
-from support.checkpoints.foreign import load_tensors
+from distributed_training.checkpoints.foreign import load_tensors
 
 CONVERT = [sys.executable, PROJECT / "scripts" / "convert_checkpoint.py"]
 WORK = "--seq_length 32 --num_samples 8 --batch_size 2 --no_eval".split()

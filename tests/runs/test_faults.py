@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from conftest import PROJECT
 
-from faults import bench, fault, run
-from faults.catalogue import FAULTS
+from tools.faults import bench, fault, run
+from tools.faults.catalogue import FAULTS
 
 # Five of the nine kinds of check: Compare and Prove, Resume, Reload, CountedTokens. A harmless patch
 # is for a sixth, CountedParameters. `make faults` runs all.

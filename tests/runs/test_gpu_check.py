@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.sh: how its runner and its report behave, and the checks that a CPU can do.
+"""tools/benchmarks/gpu_check.sh: how its runner and its report behave, and the checks that a CPU can do.
 
 The runner is tested with small commands instead of training runs.
 """
@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FAULT, PROJECT, slow
-
 from benchmarks import gpu_check, gpu_report, gpu_tables
 from benchmarks import runner as runner_module
-from benchmarks.gpu_report import FAILED, NOT_RUN, PASSED, Machine, Report
-from benchmarks.runner import Check, Done, NotPossible, Runner
+from conftest import FAULT, PROJECT, slow
+
+from tools.benchmarks.gpu_report import FAILED, NOT_RUN, PASSED, Machine, Report
+from tools.benchmarks.runner import Check, Done, NotPossible, Runner
 
 NO_GPU = Machine(0, 0, ["no GPU"])
 
@@ -224,7 +224,7 @@ def test_machine_is_described_without_importing_packages(monkeypatch, tmp_path):
     for visible, count in (("1", 1), ("", 0)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpu_report.describe_machine().gpus == count
-    code = "import sys, benchmarks.gpu_check; print({'torch', 'deepspeed'} & {*sys.modules})"
+    code = "import sys, tools.benchmarks.gpu_check; print({'torch', 'deepspeed'} & {*sys.modules})"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True, cwd=PROJECT).stdout == "set()\n"
 
@@ -283,7 +283,7 @@ def test_kernels_of_a_trace():
 ENDLESS = """
 import functools, sys
 from benchmarks import gpu_check
-from support.programs import run_command_line
+from distributed_training.programs import run_command_line
 
 def add(part):
     part.add("quick", ["true"])
@@ -337,7 +337,7 @@ def processes_with(word):
 @pytest.mark.slow
 def test_cpu_checks(tmp_path):
     only = "fp32 fsdp; resume dp under zero3; resume after SIGTERM"
-    command = ["bash", "benchmarks/gpu_check.sh", "correctness", "--only", only]
+    command = ["bash", "tools/benchmarks/gpu_check.sh", "correctness", "--only", only]
     command += ["--report", str(tmp_path / "report" / "r.md")]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

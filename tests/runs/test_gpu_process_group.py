@@ -3,17 +3,15 @@
 import json
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import finish, start
 
-from support.cli.parse import parse_arguments
-from support.cluster import process_group
-from support.optimizers import GROWTH_INTERVAL
-from support.strategies import gradients
-from support.strategies.deepspeed.options import ModelSizes, complete_ds_config
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.optimizers import GROWTH_INTERVAL
+from distributed_training.strategies import gradients
+from distributed_training.strategies.deepspeed.options import ModelSizes, complete_ds_config
 
 GPU = torch.device("cuda", 0)
 
@@ -32,9 +30,8 @@ def test_group_that_deepspeed_clones_is_bound_to_the_gpu(
     monkeypatch, strategy, ranks, torch_version, bound
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
-    ctx = SimpleNamespace(backend="nccl", device=GPU, world_size=ranks)
-    configured = parse_arguments(["--strategy", strategy]).parallelism.configured
-    options = process_group.group_options(configured, ctx)
+    configured = parse_arguments(["--strategy", strategy]).strategy
+    options = configured.group_options("nccl", GPU, ranks)
     assert options == {"backend": "nccl", **({"device_id": GPU} if bound else {})}
 
 
@@ -42,9 +39,8 @@ def test_gradients_on_the_host_are_unscaled_clipped_and_measured(tmp_path, prelo
     """fp16 under FSDP with CPU offload; gloo stands for NCCL."""
     (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true}')
     flags = ["--strategy", "fsdp", "--fsdp_config", str(tmp_path / "fsdp.json")]
-    ctx = SimpleNamespace(backend="nccl", device=GPU, world_size=2)
-    strategy = parse_arguments(flags).parallelism.configured
-    backend = process_group.group_options(strategy, ctx)["backend"]
+    strategy = parse_arguments(flags).strategy
+    backend = strategy.group_options("nccl", GPU, 2)["backend"]
     backend = {"nccl": "cuda:nccl"}.get(backend, backend)  # gloo alone would take all tensors
     program = [sys.executable, "-m", "tests.helpers.host_gradients"]
     command = [*program, backend.replace("nccl", "gloo"), tmp_path / "store"]
@@ -79,7 +75,7 @@ def scales_of_deepspeed(overflows: list[bool], strategy: str, monkeypatch) -> li
 
     settings = parse_arguments(["--strategy", strategy])
     sizes = ModelSizes(256, 10**6, 10**5, tied=True)
-    config = complete_ds_config(settings.parallelism.configured.config, "fp16", sizes, 2, "folder")
+    config = complete_ds_config(settings.strategy.config, "fp16", sizes, 2, "folder")
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)  # it wants to know who logs
     settings = get_float16_config(config)
     dynamic = settings.dynamic_loss_scale_args()

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from support.errors import NotFinite
-from support.strategies import gradients
-from support.strategies.objects import TrainingObjects
-from support.strategies.table import STRATEGIES
+from distributed_training.errors import NotFinite
+from distributed_training.strategies import gradients
+from distributed_training.strategies.objects import TrainingObjects
+from distributed_training.strategies.table import STRATEGIES
 
 
 def weights_after(*steps, fused=True) -> list[torch.Tensor]:

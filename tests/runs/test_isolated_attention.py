@@ -9,11 +9,11 @@ import transformers
 from packaging.version import Version
 from transformers import AutoConfig
 
+from distributed_training import patches
+from distributed_training.data.sequences import Padding, micro_batch
+from distributed_training.errors import UserError
+from distributed_training.model import isolation, loss, weights
 from real_model_example import next_token_loss
-from support import patches
-from support.data.sequences import Padding, micro_batch
-from support.errors import UserError
-from support.model import isolation, loss, weights
 
 # Older versions do not know some of these models, and isolate documents in fewer of them.
 pytestmark = pytest.mark.skipif(

@@ -206,7 +206,7 @@ def test_rows_of_new_tokens_stay_as_they_were_drawn(script, text_file, llama, tm
 def test_adapters_go_where_peft_puts_them():
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    from support.workload.workload import USUAL_TARGETS
+    from distributed_training.workload.workload import USUAL_TARGETS
 
     for name in {"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"} & {*USUAL}:
         family = name if name in USUAL_TARGETS else "llama"

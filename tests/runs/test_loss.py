@@ -10,10 +10,10 @@ from conftest import FAULT, slow
 from operations import Operations
 from torch import nn
 
+from distributed_training import loss_chunks, patches
+from distributed_training.data.batches import IGNORED
+from distributed_training.model import loss, weights
 from real_model_example import next_token_loss
-from support import loss_chunks, patches
-from support.data.batches import IGNORED
-from support.model import loss, weights
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 SIZES = {

@@ -8,7 +8,7 @@ import pytest
 from conftest import PROJECT, STRATEGIES, finish, slow
 from memory_checks import plan, planned
 
-from support.cli.parse import parse_arguments
+from distributed_training.cli.parse import parse_arguments
 
 
 def test_plan_recommends_a_command_that_runs(begin, tmp_path):

@@ -12,9 +12,9 @@ from one_rank import one_rank
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from support.cli.parse import parse_arguments
-from support.model.prepare import transformer_blocks
-from support.model.spec import ModelSpec
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.model.spec import ModelSpec
+from distributed_training.strategies.wrapped import transformer_blocks
 
 WORK = "--seq_length 64 --num_samples 12 --batch_size 2 --precision fp32 --dropout 0".split()
 WORK.append("--no_eval")

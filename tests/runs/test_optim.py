@@ -109,7 +109,7 @@ def test_muon_goes_on_from_shards(script, muon, again):
 def test_states_of_muon_are_converted(muon, tmp_path):
     import torch
 
-    from support.checkpoints.convert import OwnCheckpoint, inspect, write_torch
+    from distributed_training.checkpoints.convert import OwnCheckpoint, inspect, write_torch
 
     source = OwnCheckpoint(muon[0].folder / "checkpoints" / "step-00000004")
     write_torch(source, tmp_path)

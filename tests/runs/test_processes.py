@@ -12,7 +12,7 @@ import pytest
 from cluster_work import reached
 from conftest import PROJECT, SCRIPT, Run, fill, finish, free_port, start
 
-from support.errors import TrainingError
+from distributed_training.errors import TrainingError
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def test_a_suspension_does_not_end_a_run(tmp_path):
 
 def results_of(folder, main=True):
     """A RunFolder as a rank has it, without a process group."""
-    from support.report.run_folder import RunFolder
+    from distributed_training.run.run_folder import RunFolder
 
     ctx = SimpleNamespace(is_main=main, shares_output=True)
     facts = {"status": "running", "reason": None, "started_at": "2026-01-01T00:00:00+00:00"}

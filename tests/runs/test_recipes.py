@@ -18,9 +18,9 @@ import yaml
 from conftest import PROJECT, skip, slow
 from local_hub import GPT2, WIKITEXT, serving, write_gpt2, write_wikitext
 
-from support.cli.parse import read_command_line
-from support.report.rate import human_time
-from support.units import GB
+from distributed_training.cli.parse import read_command_line
+from distributed_training.units import GB
+from tools.plan.rate import human_time
 
 RECIPES = sorted(path.name for path in (PROJECT / "recipes").glob("*.yaml"))
 TWO = {"launcher": "torchrun", "ranks": 2}

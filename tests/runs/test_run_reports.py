@@ -10,7 +10,7 @@ import pytest
 from conftest import PROJECT, finish
 from markupsafe import escape
 
-from support.report.causes import EFFECT_OF, SIGNATURE_NAMES
+from distributed_training.records.causes import EFFECT_OF, SIGNATURE_NAMES
 
 WORK = ["--seq_length", "32", "--max_steps", "6", "--precision", "fp32", "--num_samples", "32"]
 WORK += ["--eval_samples", "8", "--no_export", "--run_name"]

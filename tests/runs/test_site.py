@@ -26,12 +26,18 @@ def test_the_site_has_the_layout_of_the_repository(project):
     assert built.returncode == 0, built.stderr
     site = project / "site"
     assert 'href="docs/HOW_IT_WORKS.html"' in (site / "index.html").read_text()  # README.md
-    assert 'href="support/strategies/__init__.py"' in (site / "CONTRIBUTING.html").read_text()
+    assert (
+        'href="distributed_training/strategies/__init__.py"'
+        in (site / "CONTRIBUTING.html").read_text()
+    )
     assert (site / "support" / "strategies" / "__init__.py").is_file()
 
 
 def test_a_broken_link_is_an_error(project):
-    links, page = ("none.md", "README.md#none", "support/none.py"), project / "SECURITY.md"
+    links, page = (
+        ("none.md", "README.md#none", "distributed_training/none.py"),
+        project / "SECURITY.md",
+    )
     page.write_text(page.read_text() + "".join(f"\n[broken]({link})\n" for link in links))
     built = build(project)
     assert built.returncode == 1 and all(link in built.stderr for link in links)

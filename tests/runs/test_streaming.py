@@ -12,8 +12,8 @@ from conftest import assert_close
 from streams import stream_of
 from tokenizer_zoo import tokenizer_of
 
-from support.data import tokenize
-from support.errors import UserError
+from distributed_training.data import tokenize
+from distributed_training.errors import UserError
 
 WORK = "--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split()
 WORK.append("--no_eval")
@@ -160,7 +160,7 @@ def test_rows_of_which_nothing_can_be_used(tmp_path, usable):
 
 
 def test_steps_are_read_ahead_in_their_order_and_an_error_comes_where_its_step_would():
-    from support.data.streaming import read_ahead
+    from distributed_training.data.streaming import read_ahead
 
     read = []
 

@@ -9,7 +9,7 @@ import pytest
 from streams import ids_of, tokenized
 from tokenizer_zoo import CHINESE, KINDS, SPECIAL, tokenizer_of
 
-from support.data.tokenize import DocumentTokenizer
+from distributed_training.data.tokenize import DocumentTokenizer
 
 PYDOCS = "\n".join(topics[name] for name in sorted(topics))
 

@@ -5,7 +5,7 @@ import torch
 from small_models import CONFIGS
 from transformers import AutoModelForCausalLM
 
-from support.model.lora import Lora, merged
+from distributed_training.model.lora import Lora, merged
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.choice import candidates, choose
-from support.cli.parse import parse_arguments, read_command_line
-from support.commands.print_flags import print_flags
-from support.errors import UserError
-from support.memory.fit import Limits
-from support.planner import flags as planner_flags
-from support.units import GB
+from distributed_training.cli.parse import parse_arguments, read_command_line
+from distributed_training.cli.print_flags import print_flags
+from distributed_training.errors import UserError
+from distributed_training.memory.fit import Limits
+from distributed_training.units import GB
+from tools.choose import candidates, choose
+from tools.plan import flags as planner_flags
 
 GPT2 = ["--model", "gpt2", "--seq_length", "1024", "--precision", "fp32"]
 BOTH = [*GPT2, "--strategy", "auto", "--batch_size", "auto", "--global_batch_size", "64"]
@@ -138,7 +138,7 @@ def test_what_auto_excludes(flags, said):
 def test_the_printed_flags_are_those_of_any_number_of_ranks(monkeypatch, capsys, tmp_path):
     """The accumulation follows from --global_batch_size."""
     line = read_command_line(["--batch_size", "2", "--global_batch_size", "8"])
-    monkeypatch.setattr("support.process.check_output", lambda: None)
+    monkeypatch.setattr("distributed_training.process.check_output", lambda: None)
     with pytest.raises(SystemExit):
         print_flags(line, launch=None)
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out)

@@ -10,10 +10,10 @@ from streams import ids_of, tokenized
 from tokenizer_zoo import CHINESE, KINDS, tokenizer_of
 from tokenizers import decoders
 
-from support.cli.parse import parse_arguments
-from support.data.corpus import open_split, split_sequences
-from support.data.facts import bits_per_byte
-from support.data.sequences import Padding
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.corpus import open_split, split_sequences
+from distributed_training.data.facts import bits_per_byte
+from distributed_training.data.sequences import Padding
 
 LENGTH = 48
 TEXT = topics["assert"][:3000] + CHINESE + " 1234 \U0001f600 end"

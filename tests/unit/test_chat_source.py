@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from support.chat.source import find_source
-from support.errors import UserError
+from distributed_training.errors import UserError
+from tools.chat.source import find_source
 
 FLAGS = {"flags": {"no_export": True}, "status": "completed"}
 

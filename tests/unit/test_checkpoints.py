@@ -9,11 +9,11 @@ import torch
 from one_rank import one_rank
 from safetensors import safe_open
 
-from support.checkpoints import loading
-from support.checkpoints.loading import PieceReader, read_shards
-from support.checkpoints.saving import PieceWriter, write_shards
-from support.strategies import gradients, moments_8bit
-from support.strategies.table import STRATEGIES
+from distributed_training.checkpoints import loading
+from distributed_training.checkpoints.loading import PieceReader, read_shards
+from distributed_training.checkpoints.saving import PieceWriter, write_shards
+from distributed_training.strategies import gradients, moments_8bit
+from distributed_training.strategies.table import STRATEGIES
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def updated(create, inputs=80, outputs=64) -> tuple[torch.nn.Linear, torch.optim
 @pytest.mark.parametrize("elements", [1, 6, 100])
 def test_pieces_are_distributed_over_files(ctx, tmp_path, monkeypatch, elements):
     """Each file has at most `elements` elements, and any distribution is read as the same tensors."""
-    monkeypatch.setattr("support.checkpoints.saving.PIECE_FILE_BYTES", 12 * elements)
+    monkeypatch.setattr("distributed_training.checkpoints.saving.PIECE_FILE_BYTES", 12 * elements)
     model, optimizer = updated(torch.optim.AdamW, 3, 2)
     state, writer = STRATEGIES["dp"].states_of(model, optimizer, CPU), PieceWriter(tmp_path)
     write_shards(writer, state, 1)

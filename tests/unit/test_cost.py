@@ -4,15 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.cluster.slurm import seconds_of
-from support.errors import UserError
-from support.memory.find_architecture import find_architecture
-from support.report import network_cost, peak_flops
-from support.report import rate as rates
-from support.report.cost import slurm_budget
-from support.report.rate import Rate
-from support.units import GB
-from support.workload.workload import Workload, adapters
+from distributed_training.errors import UserError
+from distributed_training.memory.find_architecture import find_architecture
+from distributed_training.units import GB
+from distributed_training.workload import peak_flops
+from distributed_training.workload.workload import Workload, adapters
+from tools.plan import network_cost
+from tools.plan import rate as rates
+from tools.plan.cost import slurm_budget
+from tools.plan.rate import Rate
+from tools.slurm.slurm import seconds_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import schema_check
 from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, tracked
 from generate_docs import generated
 
-from support.strategies.table import STRATEGIES
+from distributed_training.strategies.table import STRATEGIES
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]
@@ -60,7 +60,7 @@ def wrong_markers(page):
 @functools.cache
 def every_flag() -> set:
     programs = [n for n in tracked() if re.fullmatch(r"scripts/\w+\.py", n)]
-    programs = {*programs, "benchmarks/peers.py", "benchmarks/gpu_check.py"}
+    programs = {*programs, "tools/benchmarks/peers.py", "tools/benchmarks/gpu_check.py"}
     programs -= {"scripts/trainer_step.py"}
     found = set().union(*(flags_of(parser_of(program)) for program in programs))
     launchers = {f"--{name}" for name in documents.LAUNCHER_FLAGS}
@@ -199,11 +199,11 @@ python real_model_example.py --eval_only --no_eval
 bash slurm/missing.sh && make everything
 ```
 
-See `--no_such_either`, `support/missing.py`,
-`NO_SUCH_SETTING=1`. It has 4<!-- value: support.commands.prove.SEQUENCES --> rows.
+See `--no_such_either`, `distributed_training/missing.py`,
+`NO_SUCH_SETTING=1`. It has 4<!-- value: tools.prove.prove.SEQUENCES --> rows.
 
 ```diff
---- a/support/known_models.py
+--- a/distributed_training/known_models.py
 +STRATEGIES = {}
  STRATEGIES = {}
 ```

@@ -7,11 +7,11 @@ from operator import attrgetter
 import pytest
 from conftest import PROJECT
 
-from support.cli.parse import parse_arguments
-from support.errors import UserError
-from support.strategies.deepspeed import setup
-from support.strategies.deepspeed.options import ModelSizes, complete_ds_config
-from support.strategies.table import STRATEGIES
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
+from distributed_training.strategies.deepspeed import setup
+from distributed_training.strategies.deepspeed.options import ModelSizes, complete_ds_config
+from distributed_training.strategies.table import STRATEGIES
 
 STAGE2 = {"zero_optimization": {"stage": 2}}
 MODEL = ModelSizes(64, 10**6, 10**5, tied=True)
@@ -62,7 +62,7 @@ def scheduler(kind: str, **params) -> dict:
 def test_values_of_the_file_are_used(read, content, flags, values):
     settings = read(content, *flags)
     assert {name: settings.flags()[name] for name in values} == values
-    strategy = settings.parallelism.configured
+    strategy = settings.strategy
     assert "scheduler" not in (getattr(strategy, "config", None) or {})
     assert (strategy == STRATEGIES["dp"]) == ("dp" in flags)
 
@@ -105,7 +105,7 @@ def test_a_deepspeed_file_that_contradicts_the_flags_is_refused(read, content, f
 )
 def test_deepspeed_checks_keys_and_values(read, content, says):
     with pytest.raises(UserError, match=f"ds.json: .*{says}"):
-        read(content).parallelism.configured.check_options(verbose=False)
+        read(content).strategy.check_options(verbose=False)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
@@ -113,7 +113,7 @@ def test_the_project_s_files(strategy):
     """DeepSpeed accepts them, and they keep the states where the table says."""
     file = f"{PROJECT}/{STRATEGIES[strategy].config_file}"
     settings = parse_arguments(["--ds_config", file])
-    found, expected = settings.parallelism.configured, STRATEGIES[strategy]
+    found, expected = settings.strategy, STRATEGIES[strategy]
     found.check_options(verbose=False)
     assert settings.parallelism.strategy == strategy
     places = attrgetter("optimizer_on", "parameters_on", "stage", "sharded")
@@ -124,12 +124,12 @@ def test_deepspeed_knows_all_of_its_sections(read):
     sections = "aio flops_profiler activation_checkpointing comms_logger data_types tensorboard"
     content = {name: {} for name in sections.split()}
     content |= {"_comment": "mine", "steps_per_print": 10, "wall_clock_breakdown": False}
-    read(content).parallelism.configured.check_options(verbose=False)
+    read(content).strategy.check_options(verbose=False)
 
 
 def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
     settings = read(zero(3, offload_optimizer={"device": "cpu"}))
-    strategy = settings.parallelism.configured
+    strategy = settings.strategy
     assert settings.parallelism.strategy == "zero3" and strategy.offloads
     assert "cpu_adam" in strategy.needed_ops()
     assert "cpu_adam" not in STRATEGIES[settings.parallelism.strategy].needed_ops()
@@ -145,20 +145,20 @@ def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
 )
 def test_adam_of_a_file_is_pytorchs(read, content, needs_no_op):
     """DeepSpeed's own is compiled, on a GPU by an nvcc that fits torch."""
-    params = read(content).parallelism.configured.config["optimizer"]["params"]
+    params = read(content).strategy.config["optimizer"]["params"]
     assert params.get("torch_adam", False) is needs_no_op
 
 
 def test_the_timer_that_synchronizes_is_off(read):
     for content, enabled in (({}, False), ({"timers": {"throughput": {"enabled": True}}}, True)):
-        config = read(content).parallelism.configured.config
+        config = read(content).strategy.config
         whole = complete_ds_config(config, "fp32", MODEL, 1, None)
         assert whole["timers"] == {"throughput": {"enabled": enabled}}
 
 
 def test_loss_scaling_of_a_file_is_kept(read):
     own = {"hysteresis": 4, "loss_scale_window": 100, "initial_scale_power": 8}
-    config = read({"fp16": own}).parallelism.configured.config
+    config = read({"fp16": own}).strategy.config
     whole = complete_ds_config(config, "fp16", MODEL, 2, None)
     assert whole["fp16"] == {"enabled": True, **own}
 
@@ -168,7 +168,7 @@ def test_loss_scaling_of_a_file_is_kept(read):
 )
 def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks, overlaps):
     """Stage 3 also overlaps copies, on one rank too."""
-    config = parse_arguments(["--strategy", strategy]).parallelism.configured.config
+    config = parse_arguments(["--strategy", strategy]).strategy.config
     whole = complete_ds_config(config, "bf16", MODEL, ranks, None)
     assert whole["zero_optimization"]["overlap_comm"] is overlaps
 
@@ -176,7 +176,7 @@ def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks,
 def test_an_auto_value_without_a_rule_is_refused(read):
     content = zero(2, round_robin_gradients="auto")
     with pytest.raises(UserError, match='round_robin_gradients cannot be "auto"'):
-        complete_ds_config(read(content).parallelism.configured.config, "fp32", MODEL, 1, None)
+        complete_ds_config(read(content).strategy.config, "fp32", MODEL, 1, None)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
@@ -184,12 +184,12 @@ def test_the_written_file_means_the_same(tmp_path, strategy):
     """It has no "auto", and gives the same configuration without the other flags."""
     flags = ["--batch_size", "3", "--lr", "3e-4", "--adam_beta2", "0.95", "--precision", "bf16"]
     settings = parse_arguments(["--strategy", strategy, *flags, "--nvme_path", str(tmp_path)])
-    configured = settings.parallelism.configured
+    configured = settings.strategy
     assert configured.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
     first = complete_ds_config(configured.config, "bf16", MODEL, 1, str(tmp_path))
     setup.write_config(replace(configured, config=first), tmp_path)
     again = parse_arguments(["--ds_config", str(tmp_path / "ds_config.json")])
     assert (again.parallelism.strategy, again.training.lr) == (strategy, 3e-4)
     assert again.training.batch_size == 3
-    config = again.parallelism.configured.config
+    config = again.strategy.config
     assert complete_ds_config(config, "bf16", MODEL, 1, str(tmp_path)) == first

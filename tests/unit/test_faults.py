@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from faults import deepspeed_release, page, run
-from faults.bench import apply_patch, copy_project
-from faults.catalogue import FAULTS, by_group
-from faults.checks import LONG, verdict_of_comparison
-from faults.deepspeed_release import DEEPSPEED_RELEASE
-from faults.fault import GROUPS, PATCHES, Finding
-from faults.run import Outcome, Results
-from support import PROJECT
-from support.errors import TrainingError, UserError
-from support.files.atomic import read_json
+from distributed_training import PROJECT
+from distributed_training.errors import TrainingError, UserError
+from distributed_training.files.atomic import read_json
+from tools.faults import deepspeed_release, page, run
+from tools.faults.bench import apply_patch, copy_project
+from tools.faults.catalogue import FAULTS, by_group
+from tools.faults.checks import LONG, verdict_of_comparison
+from tools.faults.deepspeed_release import DEEPSPEED_RELEASE
+from tools.faults.fault import GROUPS, PATCHES, Finding
+from tools.faults.run import Outcome, Results
 
 NAMES = [fault.name for fault in FAULTS]
 LINES = 12  # that a patch adds and removes, at most
@@ -214,7 +214,7 @@ def test_without_a_network_the_page_says_so(tmp_path, monkeypatch):
 
 def test_the_page_is_what_the_results_and_the_catalogue_generate():
     results = read_json(page.RESULTS)
-    assert page.PAGE.read_text("utf-8") == page.page(results), "stale: python -m faults.page"
+    assert page.PAGE.read_text("utf-8") == page.page(results), "stale: python -m tools.faults.page"
     assert list(results["faults"]) == NAMES, "stale: make faults"
 
 

@@ -10,17 +10,17 @@ import pytest
 from streams import ids_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
-from support.cli.parse import parse_arguments
-from support.data.chat import Encoder, prompt_for, prompt_of
-from support.data.corpus import open_split
-from support.data.examples import encode_example
-from support.data.opening import check_validation
-from support.data.row_files import rows_of_file
-from support.data.rows import BadRow, Row, RowOptions, columns_of_table, read_row
-from support.data.sequences import Padding, Sequences
-from support.errors import UserError
-from support.files.folders import files_of
-from support.loss_chunks import IGNORED
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.chat import Encoder, prompt_for, prompt_of
+from distributed_training.data.corpus import open_split
+from distributed_training.data.examples import encode_example
+from distributed_training.data.opening import check_validation
+from distributed_training.data.row_files import rows_of_file
+from distributed_training.data.rows import BadRow, Row, RowOptions, columns_of_table, read_row
+from distributed_training.data.sequences import Padding, Sequences
+from distributed_training.errors import UserError
+from distributed_training.files.folders import files_of
+from distributed_training.loss_chunks import IGNORED
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a list?"}]
 ALPACA = {"instruction": "Add the numbers.", "input": "1, 2", "output": "3", "text": "all of it"}

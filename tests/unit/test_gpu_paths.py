@@ -1,7 +1,7 @@
 """Lines that only a GPU runs, with torch.cuda's functions replaced: which of them are called, when,
 and with what.
 
-None of this shows that a GPU does what is asked for; benchmarks/gpu_check.sh does.
+None of this shows that a GPU does what is asked for; tools/benchmarks/gpu_check.sh does.
 """
 
 import warnings
@@ -15,20 +15,20 @@ import transformers
 from conftest import skip
 from transformers.integrations import sdpa_attention
 
-from support.cli.parse import parse_arguments
-from support.cluster import compiler, gpus, tuning
-from support.cluster.context import DistContext
-from support.cluster.launch import Launch
-from support.cluster.process_group import Arrival, RankDevice, compare_devices
-from support.cluster.tuning import choose_device, choose_hardware, choose_precision
-from support.data.batches import copy_ahead
-from support.errors import MissingRequirement, UserError
-from support.model.prepare import configure_transformers
-from support.report.results_types import PHASES
-from support.report.start_log import say_settings
-from support.report.step_meter import StepMeter
-from support.workload.architectures import read_architecture
-from support.workload.workload import Device, Kernels, Workload
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.batches import copy_ahead
+from distributed_training.errors import MissingRequirement, UserError
+from distributed_training.model.prepare import configure_transformers
+from distributed_training.ranks import compiler, gpus, tuning
+from distributed_training.ranks.context import DistContext
+from distributed_training.ranks.launch import Launch
+from distributed_training.ranks.process_group import Arrival, RankDevice, compare_devices
+from distributed_training.ranks.tuning import choose_device, choose_hardware, choose_precision
+from distributed_training.records.results_types import PHASES
+from distributed_training.run.start_log import say_settings
+from distributed_training.run.step_meter import StepMeter
+from distributed_training.workload.architectures import read_architecture
+from distributed_training.workload.workload import Device, Kernels, Workload
 
 GPU = torch.device("cuda", 0)
 ALONE = Launch("python", 0, 0, 1, 1, 0, "127.0.0.1", 29500)

@@ -1,4 +1,4 @@
-"""Packages of support/ import each other in one direction, also inside functions.
+"""Packages of distributed_training/ import each other in one direction, also inside functions.
 
 Imports under `if TYPE_CHECKING:` never run, and do not count.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from syntax import nodes_of
 
-from support import PROJECT
+from distributed_training import PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [

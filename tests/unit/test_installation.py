@@ -16,11 +16,11 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from syntax import nodes_of
 
-from support import VERSION, entry_points
-from support.cli.parse import parse_arguments
-from support.errors import MissingRequirement
-from support.strategies.deepspeed import requirements as requirements_of_strategy
-from support.strategies.table import STRATEGIES
+from distributed_training import VERSION, entry_points
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import MissingRequirement
+from distributed_training.strategies.deepspeed import requirements as requirements_of_strategy
+from distributed_training.strategies.table import STRATEGIES
 
 try:
     import tomllib
@@ -75,7 +75,9 @@ def test_there_is_one_version(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--version"])
     assert capsys.readouterr().out == f"distributed-training {VERSION}\n"
-    assert TOML["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "support.VERSION"}
+    assert TOML["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "distributed_training.VERSION"
+    }
     changes = (PROJECT / "CHANGELOG.md").read_text()
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
@@ -191,7 +193,7 @@ def pretend(monkeypatch, deepspeed: str | None):
 def test_old_releases_are_refused_on_a_cpu(monkeypatch):
     """Otherwise all ranks would fail: fsdp in the first backward pass, infinity at its start."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("support.strategies.deepspeed.ops.is_compiled", lambda _: True)
+    monkeypatch.setattr("distributed_training.strategies.deepspeed.ops.is_compiled", lambda _: True)
     monkeypatch.setattr("torch.cpu.Stream", type("Stream", (), {"record_event": None}))
     pretend(monkeypatch, "0.19.8")
     for strategy in STRATEGIES.values():

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from support import process
-from support.cli.parse import parse_arguments
-from support.cluster.launch import detect_launch
-from support.cluster.restart import restart_values, restarted_with
-from support.errors import UserError
+from distributed_training import process
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
+from distributed_training.ranks.launch import detect_launch
+from distributed_training.ranks.restart import restart_values, restarted_with
 
 # Task 1 of two, the first of its node.
 TASK = {
@@ -185,11 +185,11 @@ def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     settings = parse_arguments(["--strategy", "zero2", "--batch_size", "8", "--auto_micro_batch"])
     values = restart_values(settings.training, Path("out"), None)
     monkeypatch.setenv(process.RESTARTED, json.dumps(values))
-    changed = settings.replace(**restarted_with(settings.parallelism.configured))
-    config = changed.parallelism.configured.config
+    changed = settings.replace(**restarted_with(settings.strategy))
+    config = changed.strategy.config
     assert (changed.training.batch_size, changed.training.gradient_accumulation_steps) == (4, 2)
     assert changed.output.output_dir == "out"
     assert values.keys() - {"choice"} == {"batch_size", "gradient_accumulation_steps", "output_dir"}
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2
-    assert config["train_batch_size"] == settings.parallelism.configured.config["train_batch_size"]
+    assert config["train_batch_size"] == settings.strategy.config["train_batch_size"]

@@ -7,14 +7,20 @@ from dataclasses import replace
 import pytest
 from conftest import STRATEGIES
 
-from support.cli.parse import parse_arguments
-from support.errors import UserError
-from support.memory.estimate import predict, supporting
-from support.memory.find_architecture import find_architecture
-from support.memory.fit import Limits, check_is_planned, fitting_split, recommend, remedies
-from support.memory.measure import over_ranks
-from support.units import GB, KB, MB
-from support.workload.workload import Device, Kernels, Workload, adapters
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
+from distributed_training.memory.estimate import predict, supporting
+from distributed_training.memory.find_architecture import find_architecture
+from distributed_training.memory.fit import (
+    Limits,
+    check_is_planned,
+    fitting_split,
+    recommend,
+    remedies,
+)
+from distributed_training.memory.measure import over_ranks
+from distributed_training.units import GB, KB, MB
+from distributed_training.workload.workload import Device, Kernels, Workload, adapters
 
 # GPT-2's elements: in matrices, in the rest (DeepSpeed flattens them apart), in the largest matrix.
 MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376
@@ -26,7 +32,7 @@ LOCKED_BY_OFFLOAD = (2 * 2**29 + 2**28) + (2 * 2**19 + 2**18) + 2**27 + 8 * (MAT
 
 def test_options_of_fsdp_are_not_estimated():
     with pytest.raises(UserError):
-        strategy = parse_arguments(["--fsdp", "full_shard offload"]).parallelism.configured
+        strategy = parse_arguments(["--fsdp", "full_shard offload"]).strategy
         check_is_planned(strategy, eval_only=False)
 
 
@@ -95,7 +101,7 @@ def test_compiled_logits_are_computed_at_once_below_2_31_on_a_gpu():
 
 @pytest.mark.parametrize("batch_size, measured", [(32, 18_897_529_856), (4, 3_944_737_792)])
 def test_compiled_peak_is_that_of_an_h200(batch_size, measured):
-    """Measured with benchmarks/gpu_check.sh, see benchmarks/RESULTS.md."""
+    """Measured with tools/benchmarks/gpu_check.sh, see tools/benchmarks/RESULTS.md."""
     work = Workload(find_architecture("gpt2"), 1, batch_size, 1024, kernels=Kernels(compiled=True))
     assert predict(work, "dp").peak == pytest.approx(measured, rel=0.04)
 

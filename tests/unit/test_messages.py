@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import PROJECT
 
-from support.errors import (
+from distributed_training.errors import (
     explain,
     is_secret_name,
     redact,
@@ -16,8 +16,8 @@ from support.errors import (
     remember_secrets,
     same_redacted,
 )
-from support.files.user_files import read_user_json
-from support.programs import run_program
+from distributed_training.files.user_files import read_user_json
+from distributed_training.programs import run_program
 
 # Errors that this machine cannot cause, each with a word of the advice that is shown.
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
@@ -136,7 +136,7 @@ def test_a_json_value_without_secrets(monkeypatch):
 
 
 def test_secrets_of_a_configuration_are_hidden_everywhere(monkeypatch):
-    monkeypatch.setattr("support.errors._found_in_files", set())
+    monkeypatch.setattr("distributed_training.errors._found_in_files", set())
     remember_secrets({"trackers": [{"api_key": "from-a-file", "project": "my-project"}]})
     assert redact("from-a-file to my-project") == "*** to my-project"
 

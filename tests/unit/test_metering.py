@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.cli.parse import parse_arguments
-from support.report import step_meter
-from support.report.metrics_file import MetricsFile, read_metrics
-from support.report.peak_flops import peak_flops
-from support.report.results_types import PHASES
-from support.report.step_log import LogOptions, StepLog
-from support.report.step_meter import StepMeter
-from support.report.trackers import Tracker, Trackers
-from support.train_state import TrainState
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.records.metrics_file import MetricsFile, read_metrics
+from distributed_training.records.results_types import PHASES
+from distributed_training.run import step_meter
+from distributed_training.run.step_log import LogOptions, StepLog
+from distributed_training.run.step_meter import StepMeter
+from distributed_training.run.trackers import Tracker, Trackers
+from distributed_training.train_state import TrainState
+from distributed_training.workload.peak_flops import peak_flops
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 
@@ -176,7 +176,7 @@ def test_a_tracker_that_cannot_start_on_a_full_disk_ends_nothing(capsys, tmp_pat
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("support.report.trackers.tensorboard", fail)
+    monkeypatch.setattr("distributed_training.run.trackers.tensorboard", fail)
     settings = parse_arguments(["--report_to", "tensorboard"])
     trackers = Trackers(settings.output, settings.flags(), tmp_path, step=0)
     trackers.log({"step": 1, "loss": 2.0})

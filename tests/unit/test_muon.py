@@ -8,14 +8,14 @@ from one_rank import one_rank
 from small_models import CONFIGS
 from transformers import AutoModelForCausalLM
 
+from distributed_training.checkpoints.loading import read_shards
+from distributed_training.checkpoints.saving import PieceWriter, write_shards
+from distributed_training.cli import check_run
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import MissingRequirement, UserError
+from distributed_training.strategies import muon
+from distributed_training.strategies.table import STRATEGIES
 from real_model_example import create_optimizer, parameter_groups
-from support.checkpoints.loading import read_shards
-from support.checkpoints.saving import PieceWriter, write_shards
-from support.cli import check_run
-from support.cli.parse import parse_arguments
-from support.errors import MissingRequirement, UserError
-from support.strategies import muon
-from support.strategies.table import STRATEGIES
 
 TRAINING = parse_arguments("--optim muon --lr 1e-2 --weight_decay 0.1".split()).training
 CPU = torch.device("cpu")

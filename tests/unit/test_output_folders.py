@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.checkpoints.saving import PieceWriter
-from support.cli.check_run import check_model_path
-from support.cli.checks import check_output_dir
-from support.cli.parse import parse_arguments
-from support.errors import UserError
-from support.files import safetensors_writer as writer
-from support.files.atomic import (
+from distributed_training.checkpoints.saving import PieceWriter
+from distributed_training.cli.check_run import check_model_path
+from distributed_training.cli.checks import check_output_dir
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
+from distributed_training.files import safetensors_writer as writer
+from distributed_training.files.atomic import (
     TemporaryFolder,
     finish_folder,
     lock,
@@ -27,8 +27,8 @@ from support.files.atomic import (
     remove_temporary_folders,
     start_folder,
 )
-from support.report.metrics_file import use_writable_matplotlib_folder
-from support.report.run_folder import hosts_that_do_not_share, settle_without_shared_disk
+from distributed_training.records.metrics_file import use_writable_matplotlib_folder
+from distributed_training.run.run_folder import hosts_that_do_not_share, settle_without_shared_disk
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,10 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
 
 def test_hosts_that_do_not_share_the_folder_are_found(tmp_path, monkeypatch):
     """Also if they have a folder of the same name, of an earlier run there."""
-    monkeypatch.setattr("support.report.run_folder.time.monotonic", count(step=20).__next__)
-    monkeypatch.setattr("support.report.run_folder.platform.node", lambda: "node1")
+    monkeypatch.setattr(
+        "distributed_training.run.run_folder.time.monotonic", count(step=20).__next__
+    )
+    monkeypatch.setattr("distributed_training.run.run_folder.platform.node", lambda: "node1")
     sent = []
 
     def send(name):

@@ -16,12 +16,12 @@ import transformers
 from conftest import skip
 from packaging.version import Version
 
-from support import patches
-from support.errors import MissingRequirement
-from support.model.isolation import OLDEST_TRANSFORMERS
-from support.strategies.deepspeed import ops, requirements
-from support.strategies.deepspeed import patches as patches_of_deepspeed
-from support.strategies.table import STRATEGIES
+from distributed_training import patches
+from distributed_training.errors import MissingRequirement
+from distributed_training.model.isolation import OLDEST_TRANSFORMERS
+from distributed_training.strategies.deepspeed import ops, requirements
+from distributed_training.strategies.deepspeed import patches as patches_of_deepspeed
+from distributed_training.strategies.table import STRATEGIES
 
 # What each patch replaces, as "module:attribute".
 PATCHES = {

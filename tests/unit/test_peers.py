@@ -1,9 +1,10 @@
-"""benchmarks/peers.py: its statistics, tables, section and figure, of measurements that are made up."""
+"""tools/benchmarks/peers.py: its statistics, tables, section and figure, of measurements that are made up."""
 
 from dataclasses import replace
 
 from benchmarks import peers
-from benchmarks.peers import PEERS, Case, Run, Setting, Spread
+
+from tools.benchmarks.peers import PEERS, Case, Run, Setting, Spread
 
 GB = 2**30
 ONE = Setting()

@@ -6,7 +6,7 @@ import pytest
 from documents import PROJECT, tracked
 from draw_pictures import IMAGES, Bar, collectives_of, lanes_of, parts_of, planned
 
-from support.units import GB
+from distributed_training.units import GB
 
 LARGEST = 150_000  # bytes
 PICTURES = sorted(name for name in tracked() if name.startswith("docs/images/"))

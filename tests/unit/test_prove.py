@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from support.commands.prove import SEQUENCES, ways_of
-from support.commands.prove_difference import TOLERANCES, describe_problem
+from tools.prove.prove import SEQUENCES, ways_of
+from tools.prove.prove_difference import TOLERANCES, describe_problem
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])

@@ -8,9 +8,9 @@ import huggingface_hub
 import pytest
 from local_hub import TOKEN, Hub
 
-from support.errors import UserError
-from support.model import push
-from support.settings.output import OutputSettings
+from distributed_training.errors import UserError
+from distributed_training.model import push
+from distributed_training.settings.output import OutputSettings
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from support.checkpoints.signature import WHERE, differences
-from support.cli.parse import read_command_line
-from support.errors import UserError
-from support.memory.estimate import predict
-from support.report.causes import facts_of
-from support.strategies.table import STRATEGIES
-from support.workload.architectures import read_architecture
-from support.workload.workload import OwnRank, Workload
+from distributed_training.checkpoints.signature import WHERE, differences
+from distributed_training.cli.parse import read_command_line
+from distributed_training.errors import UserError
+from distributed_training.memory.estimate import predict
+from distributed_training.records.causes import facts_of
+from distributed_training.strategies.table import STRATEGIES
+from distributed_training.workload.architectures import read_architecture
+from distributed_training.workload.workload import OwnRank, Workload
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000}
 MODEL = read_architecture(GPT2 | {"n_positions": 128}, "tiny")
@@ -35,13 +35,13 @@ def test_every_strategy_has_the_flags_value(strategy):
     def of(*flags):
         return read_command_line([f"--strategy={strategy}", *flags]).settings.parallelism
 
-    assert of().configured.reduce_dtype is None
-    config = getattr(of().configured, "config", {})
+    assert of().strategy_with_options.reduce_dtype is None
+    config = getattr(of().strategy_with_options, "config", {})
     assert "communication_data_type" not in config
     parallelism = of("--reduce_dtype=bf16")
-    assert parallelism.reduce_dtype == parallelism.configured.reduce_dtype == "bf16"
+    assert parallelism.reduce_dtype == parallelism.strategy_with_options.reduce_dtype == "bf16"
     if config:
-        assert parallelism.configured.config["communication_data_type"] == "bf16"
+        assert parallelism.strategy_with_options.config["communication_data_type"] == "bf16"
 
 
 STAGE2 = {"zero_optimization": {"stage": 2}}
@@ -62,7 +62,7 @@ STAGE2 = {"zero_optimization": {"stage": 2}}
 def test_a_file_sets_the_flag(read, strategy, content, key):
     line = read(strategy, content)
     parallelism = line.settings.parallelism
-    assert parallelism.reduce_dtype == parallelism.configured.reduce_dtype == "fp16"
+    assert parallelism.reduce_dtype == parallelism.strategy_with_options.reduce_dtype == "fp16"
     assert line.sources["reduce_dtype"].endswith(f"file.json: {key}")
     assert read(strategy, content, "--reduce_dtype=fp16").settings.parallelism == parallelism
     with pytest.raises(UserError, match=rf"reduce_dtype bf16 contradicts {key}.*change one"):
@@ -73,9 +73,9 @@ def test_a_file_sets_the_flag(read, strategy, content, key):
 
 def test_auto_in_a_file_of_deepspeed_is_the_flag(read):
     content = {**STAGE2, "communication_data_type": "auto"}
-    flag = read("zero2", content, "--reduce_dtype=bf16").settings.parallelism.configured
+    flag = read("zero2", content, "--reduce_dtype=bf16").settings.strategy
     assert flag.config["communication_data_type"] == "bf16"
-    without = read("zero2", content).settings.parallelism.configured
+    without = read("zero2", content).settings.strategy
     assert "communication_data_type" not in without.config
 
 
@@ -88,7 +88,7 @@ def test_wrong_values_are_refused(read):
 
 
 def test_fsdp_stays_standard_for_the_estimate(read):
-    assert read("fsdp", {"fsdp_reduce_dtype": "BF16"}).settings.parallelism.configured.is_standard
+    assert read("fsdp", {"fsdp_reduce_dtype": "BF16"}).settings.strategy.is_standard
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,14 +10,14 @@ from streams import tokenized
 from tokenizer_zoo import KINDS, tokenizer_of
 from tokenizers import decoders
 
-from support.cli.parse import parse_arguments
-from support.data.corpus import split_sequences
-from support.data.rows import RowOptions
-from support.data.sequences import Padding
-from support.data.sources import open_source
-from support.replay.origins import origins_in_stream, origins_of
-from support.report.outliers import outliers_of, replay_command
-from support.report.replayed import marked_text
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.corpus import split_sequences
+from distributed_training.data.rows import RowOptions
+from distributed_training.data.sequences import Padding
+from distributed_training.data.sources import open_source
+from distributed_training.records.replayed import marked_text
+from tools.replay.origins import origins_in_stream, origins_of
+from tools.runs.outliers import outliers_of, replay_command
 
 LENGTH = 32
 

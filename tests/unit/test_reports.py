@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 
-from support.errors import UserError
-from support.report import plots
-from support.report.causes import EFFECT_OF
-from support.report.compare import compare_runs, read_comparison, read_row
-from support.report.comparison_text import (
+from distributed_training.errors import UserError
+from distributed_training.records.causes import EFFECT_OF
+from distributed_training.records.compare import compare_runs, read_comparison, read_row
+from distributed_training.records.metrics_file import MetricsFile, draw_losses
+from distributed_training.records.recorded_run import read_run
+from tools.runs import plots
+from tools.runs.comparison_text import (
     as_json,
     as_markdown,
     as_text,
@@ -19,9 +21,7 @@ from support.report.comparison_text import (
     progress_row,
     tables_of,
 )
-from support.report.metrics_file import MetricsFile, draw_losses
-from support.report.page import page_of
-from support.report.recorded_run import read_run
+from tools.runs.page import page_of
 
 LOSSES = [8.0, 7.5, 7.0, 6.5, 6.0, 5.5]
 STATES = {"parameters": 8 << 20, "gradients": 8 << 20, "optimizer": 16 << 20}
@@ -98,7 +98,7 @@ NO_EFFECT = """
 
 
 def test_every_flag_that_can_change_a_loss_is_compared():
-    from support.cli.flags import GROUPS
+    from distributed_training.cli.flags import GROUPS
 
     groups = ("Model", "Data", "Training", "Strategy")
     flags = {name for group in groups for name in GROUPS[group]}

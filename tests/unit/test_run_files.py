@@ -6,13 +6,13 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 from conftest import PROJECT
 
-from support.cli.flags import shown_flags
-from support.cli.parse import output_dir_of, parse_arguments, read_command_line
-from support.cli.run_file import as_yaml
-from support.errors import UserError
-from support.settings.data import Dataset, choose_seq_length
-from support.settings.fields import flags_of
-from support.settings.settings import SECTION_OF, SECTIONS
+from distributed_training.cli.flags import shown_flags
+from distributed_training.cli.parse import output_dir_of, parse_arguments, read_command_line
+from distributed_training.cli.run_file import as_yaml
+from distributed_training.errors import UserError
+from distributed_training.settings.data import Dataset, choose_seq_length
+from distributed_training.settings.fields import flags_of
+from distributed_training.settings.settings import SECTION_OF, SECTIONS
 
 
 def test_settings_are_frozen():

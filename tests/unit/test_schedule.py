@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import optimization
 
+from distributed_training.cli.parse import parse_arguments, read_command_line
 from real_model_example import learning_rate
-from support.cli.parse import parse_arguments, read_command_line
 
 LR, STEPS = 1e-3, 25
 

@@ -15,16 +15,16 @@ import torch
 from streams import stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
+from distributed_training.cli.parse import parse_arguments, parse_datasets
+from distributed_training.data.corpus import open_split, split_sequences
+from distributed_training.data.mixture import mix
+from distributed_training.data.packing import pack
+from distributed_training.data.sequences import Padding, Sequences, shares_of
+from distributed_training.data.token_file import TokenFile
+from distributed_training.errors import TrainingError, UserError
+from distributed_training.loss_chunks import IGNORED
+from distributed_training.settings.data import Dataset
 from real_model_example import split_over_ranks
-from support.cli.parse import parse_arguments, parse_datasets
-from support.data.corpus import open_split, split_sequences
-from support.data.mixture import mix
-from support.data.packing import pack
-from support.data.sequences import Padding, Sequences, shares_of
-from support.data.token_file import TokenFile
-from support.errors import TrainingError, UserError
-from support.loss_chunks import IGNORED
-from support.settings.data import Dataset
 
 LENGTH = 64
 

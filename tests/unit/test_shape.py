@@ -5,8 +5,8 @@ folder.
 import ast
 import re
 
-from support import PROJECT
-from support.strategies.table import STRATEGIES
+from distributed_training import PROJECT
+from distributed_training.strategies.table import STRATEGIES
 
 SCRIPT = PROJECT / "real_model_example.py"
 IMPORTED_NAMES, LOOP_LINES, SCREEN_LINES, BUILD_LINES = 18, 40, 50, 45
@@ -16,7 +16,7 @@ ASKS = re.compile(
     | (has|get)attr\([^)]*"(ds_|fp32_partitioned|ipg_|set_requires_gradient_sync)""",
     re.VERBOSE,
 )
-ASKED = 8  # at most, in all files outside of support/strategies and the script
+ASKED = 8  # at most, in all files outside of distributed_training/strategies and the script
 WITH_ALL_SETTINGS = 30
 
 
@@ -83,8 +83,11 @@ def test_few_functions_take_all_settings():
 
 
 def test_each_module_is_in_the_index_of_its_package():
-    # The engines' folders have the same parts, which support/strategies lists.
-    for index in (PROJECT / "support" / "__init__.py", *PROJECT.glob("support/*/__init__.py")):
+    # The engines' folders have the same parts, which distributed_training/strategies lists.
+    for index in (
+        PROJECT / "support" / "__init__.py",
+        *PROJECT.glob("distributed_training/*/__init__.py"),
+    ):
         text = ast.get_docstring(ast.parse(index.read_text())) or ""
         listed = set(re.findall(r"\w+", text))
         modules = {path.stem for path in index.parent.glob("*.py")} - {"__init__"}

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from support.balance.balancer import GAIN, MEASURED, WARM_UP, Balancer, choose
-from support.balance.timer import ForwardTimer
-from support.rank_shares import divide, of_each_rank
-from support.settings import flag_types
-from support.train_state import TrainState
+from distributed_training.rank_shares import divide, of_each_rank
+from distributed_training.settings import flag_types
+from distributed_training.train_state import TrainState
+from tools.balance.balancer import GAIN, MEASURED, WARM_UP, Balancer, choose
+from tools.balance.timer import ForwardTimer
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8, 17])

@@ -1,7 +1,7 @@
-"""benchmarks/slow_links.py: its run files and its table; the measurement needs root."""
+"""tools/benchmarks/slow_links.py: its run files and its table; the measurement needs root."""
 
-from benchmarks.slow_links import Measured, parse, table, write_run_file
-from support.cli.parse import parse_arguments
+from distributed_training.cli.parse import parse_arguments
+from tools.benchmarks.slow_links import Measured, parse, table, write_run_file
 
 
 def test_the_run_file_is_one_of_the_script(tmp_path):

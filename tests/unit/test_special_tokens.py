@@ -13,13 +13,13 @@ from tokenizer_zoo import tokenizer_of
 from tokenizers import decoders
 from tool_templates import QWEN, with_template
 
-from support.checkpoints.signature import refuse_other_run
-from support.cli.parse import parse_arguments
-from support.commands.show_sample import describe
-from support.data.chat import prompt_of
-from support.data.corpus import open_corpus, open_split
-from support.data.sequences import Padding
-from support.errors import UserError
+from distributed_training.checkpoints.signature import refuse_other_run
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.chat import prompt_of
+from distributed_training.data.corpus import open_corpus, open_split
+from distributed_training.data.sequences import Padding
+from distributed_training.errors import UserError
+from tools.check.show_sample import describe
 
 EOS = "<|end|>"
 TEXTS = ["the quick brown fox", "jumps over", "the lazy dog"]
@@ -274,7 +274,7 @@ def test_documents_of_a_stream_begin_as_those_of_the_cache(tmp_path, begin):
 
 
 def test_a_long_document_begins_once_and_the_cache_knows_how(tmp_path, monkeypatch):
-    from support.data import tokenize
+    from distributed_training.data import tokenize
 
     text = " ".join(TEXTS * 200) + "\n"
     (tmp_path / "text.txt").write_text(text)

@@ -10,15 +10,15 @@ from streams import ids_of, stream_of, tokenized
 from tool_templates import DEEPSEEK, LLAMA, MISTRAL, QWEN, QWEN_BLOCKS, with_template
 from transformers import GenerationConfig
 
-from support.chat.conversation import Conversation, Unanswerable
-from support.checkpoints.signature import flags_signature, refuse_other_run
-from support.cli.parse import parse_arguments
-from support.data.chat import Encoder, Example
-from support.data.examples import encode_example
-from support.data.row_files import rows_of_file
-from support.data.rows import BadRow, RowOptions, read_row
-from support.errors import UserError
-from support.model.generate import end_ids
+from distributed_training.checkpoints.signature import flags_signature, refuse_other_run
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.chat import Encoder, Example
+from distributed_training.data.examples import encode_example
+from distributed_training.data.row_files import rows_of_file
+from distributed_training.data.rows import BadRow, RowOptions, read_row
+from distributed_training.errors import UserError
+from distributed_training.model.generate import end_ids
+from tools.chat.conversation import Conversation, Unanswerable
 
 SCHEMA = {"name": "weather", "parameters": {"type": "object", "required": ["city"]}}
 TOOLS = [{"type": "function", "function": SCHEMA}]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from conftest import PROJECT
 
+from distributed_training.cli.checks import check_data_paths
+from distributed_training.cli.flags import FLAGS, IGNORED, RENAMED
+from distributed_training.cli.parse import parse_arguments, read_command_line
+from distributed_training.errors import UserError
+from distributed_training.strategies.fsdp.options import FsdpOptions
 from real_model_example import create_optimizer, parameter_groups
-from support.cli.checks import check_data_paths
-from support.cli.flags import FLAGS, IGNORED, RENAMED
-from support.cli.parse import parse_arguments, read_command_line
-from support.errors import UserError
-from support.strategies.fsdp.options import FsdpOptions
 
 
 def test_tables_name_existing_flags_once():
@@ -122,7 +122,7 @@ def test_weight_decay_is_for_matrices_only():
 
 def test_fsdp_takes_the_options_of_trainer():
     def options(*flags):
-        return parse_arguments(["--fsdp", *flags]).parallelism.configured.options
+        return parse_arguments(["--fsdp", *flags]).strategy.options
 
     assert options() == options("full_shard auto_wrap") == FsdpOptions()
     assert options("shard_grad_op auto_wrap").reshard_after_forward is False
@@ -144,7 +144,7 @@ def test_file_of_fsdp(tmp_path):
         backward_prefetch="backward_pre",
         _comment="mine",
     )
-    options = line.settings.parallelism.configured.options
+    options = line.settings.strategy.options
     assert line.settings.training.precision == "bf16" and options.layers == ("GPT2Block", "Other")
     assert not options.reshard_after_forward and options.wrap_layers
     assert line.notices[0].endswith("option: fsdp_use_orig_params, backward_prefetch")

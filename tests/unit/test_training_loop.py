@@ -13,13 +13,13 @@ from one_rank import one_rank
 from safetensors.torch import load_file, save_file
 
 import real_model_example as program
-from support.cli.parse import parse_arguments
-from support.data.batches import StepBatch, train_state
-from support.model.prepare import copy_to_device
-from support.strategies.gradients import gradient_norm
-from support.strategies.objects import TrainingObjects
-from support.strategies.table import STRATEGIES
-from support.train_state import EvaluationPlan, TrainState
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.data.batches import StepBatch, train_state
+from distributed_training.model.prepare import copy_to_device
+from distributed_training.strategies.gradients import gradient_norm
+from distributed_training.strategies.objects import TrainingObjects
+from distributed_training.strategies.table import STRATEGIES
+from distributed_training.train_state import EvaluationPlan, TrainState
 
 
 @pytest.fixture

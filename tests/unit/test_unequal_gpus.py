@@ -5,18 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from support.errors import UserError
-from support.memory.estimate import predict
-from support.memory.find_architecture import find_architecture
-from support.memory.fit import Limits, recommend, remedies
-from support.memory.unequal import UnequalGpus
-from support.planner import command, flags, text
-from support.planner.workload import read_workload
-from support.report import cost, network_cost
-from support.report import rate as rates
-from support.report.rate import Rate
-from support.units import GB
-from support.workload.workload import Workload
+from distributed_training.errors import UserError
+from distributed_training.memory.estimate import predict
+from distributed_training.memory.find_architecture import find_architecture
+from distributed_training.memory.fit import Limits, recommend, remedies
+from distributed_training.units import GB
+from distributed_training.workload.workload import Workload
+from tools.plan import command, cost, flags, network_cost, text
+from tools.plan import rate as rates
+from tools.plan.rate import Rate
+from tools.plan.unequal import UnequalGpus
+from tools.plan.workload import read_workload
 
 GPT2 = find_architecture("gpt2")
 

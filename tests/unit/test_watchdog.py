@@ -16,15 +16,22 @@ import pytest
 import torch.distributed as dist
 from one_rank import one_rank
 
-from support import process
-from support.cluster import comm_volume, failures, process_group, rank_states, watchdog
-from support.cluster.failures import FailureMonitor
-from support.cluster.hang_report import diagnosis
-from support.cluster.launch import Launch
-from support.cluster.restart import Restart
-from support.cluster.stop import StopSignal
-from support.errors import OutOfMemory, Stopped, StoppedBySignal, TrainingError, UserError, explain
-from support.train_state import TrainState
+from distributed_training import process
+from distributed_training.errors import (
+    OutOfMemory,
+    Stopped,
+    StoppedBySignal,
+    TrainingError,
+    UserError,
+    explain,
+)
+from distributed_training.ranks import comm_volume, failures, process_group, rank_states, watchdog
+from distributed_training.ranks.failures import FailureMonitor
+from distributed_training.ranks.hang_report import diagnosis
+from distributed_training.ranks.launch import Launch
+from distributed_training.ranks.restart import Restart
+from distributed_training.ranks.stop import StopSignal
+from distributed_training.train_state import TrainState
 
 
 @pytest.fixture
@@ -321,7 +328,7 @@ def test_a_first_stop_signal_requests_a_save_and_a_later_one_interrupts(stop, mo
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.requested
-    monkeypatch.setattr("support.cluster.stop.SAME_REQUEST_SECONDS", 0)
+    monkeypatch.setattr("distributed_training.ranks.stop.SAME_REQUEST_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from support.errors import UserError
-from support.files.weight_files import has_own_head, tensors_in, weight_files
-from support.memory.find_architecture import find_architecture
+from distributed_training.errors import UserError
+from distributed_training.files.weight_files import has_own_head, tensors_in, weight_files
+from distributed_training.memory.find_architecture import find_architecture
 
 SECOND = "model-00002-of-00002.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -1,0 +1,103 @@
+"""What a checkpoint contains besides the counters: model, optimizer states, position in a stream.
+
+saving.py and loading.py have the format of the tensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from distributed_training.checkpoints import format as files
+from distributed_training.errors import redact_value
+from distributed_training.files.json_types import JsonObject
+from distributed_training.files.safetensors_writer import save_file
+from distributed_training.model.spec import ModelSpec
+from distributed_training.model.weights import persistent_buffers
+from distributed_training.strategies import gradients
+from distributed_training.strategies.objects import TrainingObjects
+from distributed_training.strategies.optimizer_shards import ShardedState
+
+if TYPE_CHECKING:
+    from distributed_training.data.streaming import Stream
+
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
+
+
+class Contents(NamedTuple):
+    """The objects of a run that are saved in its checkpoints and loaded from them."""
+
+    objects: TrainingObjects
+    spec: ModelSpec
+    stream: Stream | None  # the training sequences of --streaming, whose position is saved
+    state: ShardedState | None  # of this rank; None with --eval_only
+
+    @property
+    def shards(self) -> ShardedState:
+        """The weights and optimizer states of this rank; --eval_only loads and saves none."""
+        assert self.state is not None
+        return self.state
+
+    def manifest(self, counters: JsonObject, identity: JsonObject) -> JsonObject:
+        """Return the manifest without the entries about files and pieces.
+
+        Args:
+            counters: see `TrainState.counters`.
+            identity: the run signature.
+        """
+        objects, shards = self.objects, self.shards
+        return {
+            "counters": counters,
+            "scaling": gradients.scaler_state(objects.scaler, objects.optimizer),
+            "identity": redact_value(identity),
+            "lr_scheduler": {},  # --lr_scheduler depends on the step only
+            "stream": None if self.stream is None else self.stream.progress(),
+            "groups": [
+                {key: group[key] for key in GROUP_KEYS if key in group}
+                for group in shards.base.param_groups
+            ],
+            "optimizer": shards.family,
+            "adam_step": shards.adam_step,
+            "shapes": {name: list(shape) for name, shape in shards.shapes.items()},
+        }
+
+    def write_whole(self, folder: Path) -> None:
+        """Write what is not divided into pieces: the model's description, buffers, Adafactor."""
+        self.spec.describe(folder / "model")
+        buffers = {} if self.spec.lora else persistent_buffers(self.objects.module)
+        states: dict[str, torch.Tensor] = {}
+        if self.shards.family == "adafactor":
+            from distributed_training.strategies import adafactor_states
+
+            states = adafactor_states.read(self.shards)
+        for tensors, name in ((buffers, files.BUFFERS), (states, files.ADAFACTOR_STATES)):
+            if tensors:
+                on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}
+                save_file(on_host, folder / name)
+
+    def load_weights(self, path: Path, manifest: JsonObject) -> None:
+        """Load weights, optimizer states and buffers, after a check of all shapes."""
+        from distributed_training.checkpoints.loading import check_shapes, read_shards
+
+        check_shapes(path, manifest, self.shards)
+        if files.ADAFACTOR_STATES in manifest["files"]:
+            from distributed_training.strategies import adafactor_states
+
+            adafactor_states.write(self.shards, load_file(path / files.ADAFACTOR_STATES))
+        read_shards(path, manifest, self.shards)
+        saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
+        for name, buffer in self.objects.module.named_buffers():
+            if name in saved:
+                buffer.copy_(saved[name])
+
+    def load_progress(self, manifest: JsonObject) -> None:
+        """Load the position in the stream and the loss scale."""
+        # An imported checkpoint has no position.
+        if self.stream is not None and (manifest["stream"] or manifest["counters"]["samples"]):
+            self.stream.resume(manifest["stream"])
+        gradients.load_scaler_state(
+            manifest["scaling"], self.objects.scaler, self.objects.optimizer
+        )

@@ -1,0 +1,227 @@
+"""Save and load checkpoints, in one format for all strategies and numbers of ranks.
+
+docs/CHECKPOINTS.md lists the files of a checkpoint. They are written to a folder with a temporary
+name and flushed to disk, the manifest last; then the folder is renamed. A piece records which
+elements of which parameter it holds, but nothing about strategies or ranks, so that any strategy on
+any number of ranks can load it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distributed_training import console
+from distributed_training.checkpoints import signature
+from distributed_training.checkpoints.contents import Contents
+from distributed_training.checkpoints.find import FoundCheckpoint, verify
+from distributed_training.checkpoints.folder import CheckpointFolder
+from distributed_training.checkpoints.writing import write_checkpoint
+from distributed_training.data.opening import Datasets
+from distributed_training.errors import TrainingError
+from distributed_training.files.json_types import JsonObject
+from distributed_training.model.export import TrainedModel
+from distributed_training.model.spec import ModelSpec
+from distributed_training.ranks.context import DistContext
+from distributed_training.ranks.stop import DelayedFlag
+from distributed_training.settings.output import OutputSettings
+from distributed_training.settings.settings import Settings
+from distributed_training.strategies.objects import TrainingObjects
+from distributed_training.train_state import NEW_RUN, TrainState
+
+
+@dataclass
+class CheckpointManager:
+    """Resumes a run, and saves its checkpoints when they are due. All ranks call the methods."""
+
+    ctx: DistContext
+    folder: CheckpointFolder
+    contents: Contents
+    output: OutputSettings
+    keeps_best: bool  # --load_best_at_end: the checkpoint of the best evaluation is kept
+    identity: JsonObject  # the run signature
+    seconds: list[float] = field(default_factory=list)  # how long training waited for each save
+    best_is_loaded: bool = False  # whether `load_best` left the best weights in the model
+    # Step of the checkpoint in `folder` that was saved last, or that this run continues.
+    _saved_at: int = -1
+    _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
+    _stop: DelayedFlag = field(default_factory=DelayedFlag)
+
+    @classmethod
+    def create(
+        cls,
+        settings: Settings,
+        ctx: DistContext,
+        folder: Path,
+        objects: TrainingObjects,
+        spec: ModelSpec,
+        datasets: Datasets,
+    ) -> CheckpointManager:
+        """Create the manager of a run, whose checkpoints are in `folder`."""
+        training, output = settings.training, settings.output
+        identity = signature.run_signature(settings, ctx, spec, datasets.facts, objects.module)
+        state = None if training.eval_only else objects.sharded_state(ctx.device)
+        return cls(
+            ctx,
+            CheckpointFolder(folder, output.keep_last),
+            Contents(objects, spec, datasets.stream, state),
+            output,
+            training.load_best_at_end,
+            identity,
+        )
+
+    @property
+    def objects(self) -> TrainingObjects:
+        """The model as wrapped by the strategy, the optimizer and the loss scaler."""
+        return self.contents.objects
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's configuration and tokenizer."""
+        return self.contents.spec
+
+    @property
+    def may_save(self) -> bool:
+        """Whether this run saves checkpoints."""
+        return (
+            self.ctx.shares_output and self.contents.state is not None and not self.output.no_save
+        )
+
+    def resume(self, found: FoundCheckpoint | None) -> JsonObject:
+        """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
+
+        Raises:
+            UserError: the checkpoint does not fit this run.
+        """
+        self.ctx.stop.end_if_requested()
+        if found is None:
+            return NEW_RUN
+        path, manifest = found
+        saved_by, forced = manifest["identity"], self.output.resume_force
+        signature.refuse_other_run(saved_by, self.identity, forced)
+        signature.report_changes(saved_by, self.identity)
+        self._load_weights(path, manifest)
+        self.contents.load_progress(manifest)
+        counters = manifest["counters"]
+        if self.keeps_best and (best := counters["best"]):
+            best_folder = self.folder.of_step(best["step"])
+            if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
+                counters = {**counters, "best": None}
+                console.warn(f"{best_folder} is missing: a later evaluation is the best.")
+        dist.barrier()  # after it every rank has loaded its shards
+        console.print0(f"▶️  Resumed from {path}")
+        if path.resolve() == self.folder.of_step(counters["step"]).resolve():
+            self._saved_at = counters["step"]
+        return counters
+
+    def _load_weights(self, path: Path, manifest: JsonObject) -> None:
+        self.contents.load_weights(path, manifest)
+        self._loaded_from = path
+
+    def take_over(self, best: dict | None, clean: bool) -> None:
+        """Rename checkpoints after the resumed one, when all checks of the run have passed.
+
+        Those are damaged, or of a replaced run. `clean` also removes what killed runs left. Call it
+        before the first save.
+        """
+        if not self.ctx.is_main:
+            return
+        if clean:
+            self.folder.remove_leftovers()
+        self.folder.set_aside_after(self._saved_at)
+        if best and self.keeps_best:
+            self.folder.mark("best", best["step"])
+
+    def load_best(self, best: int, now: int) -> None:
+        """Load the weights of the best evaluation's step; if damaged, those of `now` stay."""
+        best_folder = self.folder.of_step(best)
+        if best == now:
+            self.best_is_loaded, self._loaded_from = True, best_folder
+            return
+        manifest, problem = verify(best_folder, self.ctx)
+        if problem:
+            kept = "cannot be used, so the model keeps the last weights"
+            console.warn(f"--load_best_at_end: {best_folder} {kept}: {problem}.")
+            return
+        self.objects.free_gathered()
+        self._load_weights(best_folder, manifest)
+        self.best_is_loaded = True
+        console.print0(f"🏅 Loaded the weights of step {best}, the best evaluation")
+
+    def load_saved(self, step: int) -> None:
+        """Load the weights and optimizer states of a checkpoint that this process has saved."""
+        folder = self.folder.of_step(step)
+        manifest, problem = verify(folder, self.ctx)
+        if problem:
+            raise TrainingError(f"{folder} cannot be read again: {problem}.")
+        self.objects.free_gathered()
+        self._load_weights(folder, manifest)
+
+    def is_due(self, state: TrainState) -> bool:
+        """Whether to save a checkpoint of the current step: --save_every, --save_epochs."""
+        every_steps = self.output.save_every and state.step % self.output.save_every == 0
+        return bool(every_steps or (self.output.save_epochs and state.at_end_of_epoch))
+
+    def stop_requested(self, stop: torch.Tensor) -> bool:
+        """Whether to save and stop; `stop` is a scalar, above 0 if a rank received a signal."""
+        return self.may_save and self._stop.read(stop)
+
+    def after_evaluation(self, state: TrainState) -> None:
+        """Save a checkpoint if this evaluation is the best so far."""
+        if not (self.keeps_best and state.best and state.best["step"] == state.step):
+            return
+        self.save(state)
+        if self.ctx.is_main:
+            # With regular saves --keep_last decides which checkpoints are removed.
+            saves_regularly = self.output.save_every or self.output.save_epochs
+            self.folder.replace_best(state.step, keeps_old=bool(saves_regularly))
+
+    def save_before_stop(self, state: TrainState) -> None:
+        """Save a checkpoint because of a stop signal, or raise a TrainingError."""
+        if not self.may_save:
+            raise TrainingError("Stopped by a signal, without a checkpoint.")
+        self.save(state)
+
+    def save(self, state: TrainState, announced: bool = True) -> None:
+        """Save a checkpoint of the current step, unless there is one; it is on disk afterwards.
+
+        Args:
+            announced: print its path and the time that it took.
+        Raises:
+            TrainingError: it cannot be written. All ranks raise it, and nothing unfinished remains.
+        """
+        if state.step == self._saved_at:
+            return
+        started = time.monotonic()
+        with console.bar("Saving a checkpoint", unit=""):
+            manifest = self.contents.manifest(state.counters(), self.identity)
+            write_checkpoint(self.folder, state.step, self.contents, manifest, self.ctx)
+        self._saved_at = state.step
+        self.seconds.append(time.monotonic() - started)
+        if announced:
+            console.print0(f"💾 {self.folder.of_step(state.step)} ({self.seconds[-1]:.1f} s)")
+
+    def trained_model(self, state: TrainState | None) -> TrainedModel:
+        """Return what an export needs; `state` is None for a completed run."""
+        keep = partial(self._keep_weights, state)
+        parts = (self.ctx, self.spec, self.objects, self.contents.state, self.identity)
+        return TrainedModel(*parts, self.best_is_loaded, keep)
+
+    def _keep_weights(self, state: TrainState | None) -> Path | None:
+        """Return a checkpoint with the weights of a model whose export failed, or None.
+
+        One is saved if necessary, also with --no_save.
+        """
+        if self.best_is_loaded or state is None:
+            return self._loaded_from
+        try:
+            self.save(state)
+        except TrainingError as error:
+            console.warn(str(error))
+            return None
+        return self.folder.of_step(state.step)

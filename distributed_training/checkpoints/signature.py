@@ -1,0 +1,147 @@
+"""The signature of a run, a part of each checkpoint's manifest ("identity").
+
+hard   must match: otherwise the tensors of the checkpoint are useless
+soft   should match: what the model is trained and evaluated on; see --resume_force
+told   informational: a difference is only reported
+"""
+
+import hashlib
+import json
+import os
+
+from torch import nn
+
+from distributed_training import console
+from distributed_training.data.chat import rendering_of
+from distributed_training.data.special_tokens import start_of
+from distributed_training.data.tokenize import tokenizer_fingerprint
+from distributed_training.errors import UserError, same_redacted
+from distributed_training.files.json_types import JsonObject
+from distributed_training.files.user_files import shown
+from distributed_training.model.spec import ModelSpec
+from distributed_training.rank_shares import shown_shares
+from distributed_training.ranks.context import DistContext
+from distributed_training.settings.data import DataSettings
+from distributed_training.settings.settings import Settings
+from distributed_training.settings.training import TrainingSettings
+from distributed_training.strategies.wrapped import full_shape
+
+WHERE = ("in the checkpoint", "in this run")
+INFORMATIONAL_FLAGS = """
+    strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
+    warmup_ratio decay_ratio decay_type min_lr_ratio adam_beta1 adam_beta2 adam_epsilon optim
+    weight_decay max_grad_norm dropout from_scratch lora_dropout fused_gelu
+    """.split()
+NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
+# Entries that earlier versions did not write, and their value in the runs of those versions.
+VALUES_BEFORE: JsonObject = {
+    **{"isolate_documents": False, "packing": False, "document_start": None},
+    **{"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0},
+    **{"lora_rslora": False, "lora_dora": False},
+    "train_on": "assistant",
+}
+
+
+def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
+    """Return the part of the run signature that is known before model and data are read."""
+    should_match: dict[str, object] = {
+        "seed": training.seed,
+        "validation_split": data.held_out_share,
+        "shuffle_buffer": data.shuffle_buffer if data.streaming else None,
+        "global batch": training.global_batch(world_size),
+        "isolate_documents": data.isolates_documents,
+        "packing": data.packing,
+        "train_on": data.train_on,
+    }
+    if data.seq_length is not None:  # the default depends on the model
+        should_match["seq_length"] = data.seq_length
+    return {"hard": {}, "soft": should_match}
+
+
+def run_signature(
+    settings: Settings, ctx: DistContext, spec: ModelSpec, dataset: JsonObject, module: nn.Module
+) -> JsonObject:
+    """Return the run signature.
+
+    Args:
+        dataset: the dataset's entry in results.json.
+        module: the model without its wrapper.
+    """
+    flags, data, training = settings.flags(), settings.data, settings.training
+    shapes = {name: full_shape(p) for name, p in module.named_parameters()}
+    must_match = {
+        "parameters": spec.counts.total,
+        "shapes": digest_of(sorted(shapes.items())),
+        "tokenizer": tokenizer_fingerprint(spec.tokenizer),
+    }
+    if spec.lora:
+        must_match |= spec.lora.identity
+        # The frozen weights are not part of a checkpoint.
+        frozen = f"random, from seed {training.seed}" if spec.weights.random else "as they came"
+        must_match["frozen weights"] = frozen + (", in 4 bits" if spec.weights.in_4bit else "")
+    # Whether a stream contains conversations or documents is not known in advance.
+    may_be_chat, may_be_text = (
+        data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
+    )
+    validation = dataset.get("validation") or {}
+    revision = f"@{settings.model.model_revision}" if settings.model.model_revision else ""
+    should_match = flags_signature(data, training, ctx.world_size)["soft"] | {
+        "seq_length": spec.seq_length,
+        "model": os.path.normpath(settings.model.model) + revision,
+        "dataset": dataset["sha256"],
+        "blocks": dataset["blocks"],
+        "validation": validation.get("sha256"),
+        # A chat template may write the date, so the digest of the text is not enough.
+        "tokens_sha256": dataset.get("tokens_sha256"),
+        "validation_tokens_sha256": validation.get("tokens_sha256"),
+        "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
+        "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
+    }
+    informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
+    # The tokens of a stream are not known in advance; those of its template change with the date.
+    rendering = rendering_of(spec.tokenizer) if data.streaming else None
+    informational |= {
+        "rendered_template": rendering and digest_of(rendering)[:10],
+        "ranks": ctx.world_size,
+        "rank_shares": shown_shares(training.rank_shares),
+        "precision": ctx.precision,
+        "reduce_dtype": settings.strategy.reduce_dtype,
+    }
+    return {"hard": must_match, "soft": should_match, "told": informational}
+
+
+def digest_of(value: object) -> str:
+    """Return the SHA-256 hex digest of a JSON value, which may contain tuples."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> None:
+    """Raise a UserError if a checkpoint is another run's; with `forced` only "hard" parts count."""
+    for part in ("hard",) if forced else ("hard", "soft"):
+        if found := differences(saved[part], current[part], *WHERE):
+            advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
+            raise UserError(
+                f"--resume: the checkpoint is of another run: {'; '.join(found)}.{advice}"
+            )
+
+
+def report_changes(saved: JsonObject, current: JsonObject) -> None:
+    """Warn of the differences between two run signatures that are not refused."""
+    for part in ("soft", "told"):
+        if found := differences(saved[part], current[part], *WHERE):
+            console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
+
+
+def differences(saved: JsonObject, current: JsonObject, then: str, now: str) -> list[str]:
+    """Return a clause about each entry of a part of two run signatures that differs.
+
+    Args:
+        then, now: where the values of `saved` and `current` are.
+    """
+    before = saved and VALUES_BEFORE | saved
+    before |= {new: saved[old] for new, old in NAMES_BEFORE.items() if old in saved}
+    return [
+        f"{key} {shown(before[key])} {then}, {shown(value)} {now}"
+        for key, value in current.items()
+        if key in before and not same_redacted(before[key], value)
+    ]

@@ -1,0 +1,48 @@
+"""A parser of command lines whose errors are one line, for the run and for all scripts."""
+
+from __future__ import annotations
+
+import argparse
+
+from distributed_training.errors import UserError
+from distributed_training.files.user_files import did_you_mean, shown
+
+
+class Options(argparse.Namespace):
+    """The values of a script's flags."""
+
+    def replace(self, **values) -> Options:
+        """Return a copy with other values."""
+        return Options(**{**vars(self), **values})
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError with one line, and suggests a similar flag."""
+
+    unknown_advice = ""  # about a flag that is similar to none
+
+    @classmethod
+    def of_script(cls, doc: str) -> Parser:
+        """Return the parser of a script; its --help shows the docstring of the script."""
+        about, _, details = doc.partition("\n\n")
+        raw = argparse.RawDescriptionHelpFormatter
+        return cls(description=about, epilog=details, allow_abbrev=False, formatter_class=raw)
+
+    def error(self, message: str):
+        """Raise a UserError."""
+        raise UserError(f"{shown(message, 400)} (--help lists every flag)")
+
+    def parse_args(self, args=None, namespace=None) -> Options:  # type: ignore[override]
+        """Parse as argparse does, into `Options`.
+
+        Raises:
+            UserError: an argument is unknown, or a value is not valid.
+        """
+        options, unknown = self.parse_known_args(args, namespace or Options())
+        if unknown and not unknown[0].startswith("-"):
+            self.error(f"{shown(unknown[0])} is not the value of a flag")
+        elif unknown:
+            flag = unknown[0].partition("=")[0]  # the value may be a secret
+            advice = did_you_mean(flag, self._option_string_actions) or self.unknown_advice
+            self.error(f"unknown argument {shown(flag)}{advice}")
+        return options

@@ -1,0 +1,127 @@
+"""Run files (--config): the flags of the command line, in YAML.
+
+The keys are the names of the flags, also those that other trainers use. The sections `training:`
+and `distributed:` only group keys.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import NoReturn
+
+from distributed_training import process
+from distributed_training.cli.flags import AddToFlag, shown_flags
+from distributed_training.cli.parser import Parser
+from distributed_training.errors import EXIT_COMPLETED, UserError, redact
+from distributed_training.files.json_types import JsonObject
+from distributed_training.files.user_files import TOO_DEEP, check_depth, printable, read_text, shown
+from distributed_training.strategies.strategy import FlagValues
+
+GROUPING_KEYS = ("training", "distributed")
+
+
+def read_run_file(path: str, parser: Parser) -> list[str]:
+    """Read a run file, and return arguments of the command line such as "--lr=1e-4".
+
+    Raises:
+        UserError: the file cannot be read or is not YAML.
+    """
+    content = read_yaml("--config", path)
+    pairs = [(key, value) for key, value in content.items() if key not in GROUPING_KEYS]
+    for section in GROUPING_KEYS:
+        values = content.get(section) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"{shown(path)}: {section} is a section: indent its keys below it.")
+        pairs += [(str(key), value) for key, value in values.items()]
+    actions = {option[2:]: a for option, a in parser._option_string_actions.items()}
+    _refuse_repeated(path, [(key, actions[key].dest) for key, _ in pairs if key in actions])
+    arguments: list[str] = []
+    for key, value in pairs:
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(item, dict | list | set) for item in items):
+            raise UserError(f"{shown(path)}: {key} cannot have nested values.")
+        values = list(map(str, items)) if isinstance(value, list) else []
+        if values and isinstance(actions.get(key), AddToFlag):
+            arguments += [f"--{key}={text}" for text in values]
+            continue
+        if any(text.startswith("-") for text in values):
+            raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
+        if values and key in actions and actions[key].nargs in ("+", "*"):
+            arguments += [f"--{key}", *values]
+        elif value is not None:
+            text = ",".join(values) if isinstance(value, list) else str(value)
+            arguments.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
+    return arguments
+
+
+def _refuse_repeated(path: str, keys: list[tuple[str, str]]) -> None:
+    """Refuse two keys that set the same flag, and `config`: a run file names no other one.
+
+    Args:
+        keys: each key with the name of its flag.
+    """
+    names: dict[str, str] = {}
+    for key, flag in keys:
+        if flag == "config":
+            raise UserError(f"{shown(path)}: {key} cannot be in a run file: use one file.")
+        if flag in names:
+            raise UserError(f"{shown(path)}: {names[flag]} and {key} set the same flag: keep one.")
+        names[flag] = key
+
+
+def as_yaml(values: FlagValues, sources: Mapping[str, str]) -> str:
+    """Return flags as YAML that --config can read.
+
+    A comment after each value names its source: the default, a flag, or a file with its key.
+
+    Args:
+        values: of all flags, by name.
+        sources: of those that are not defaults.
+    """
+    import yaml
+
+    lines = []
+    for name, value in shown_flags(values).items():
+        value = True if name == "resume" and value == "" else value
+        text = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip()
+        lines.append(f"{text}  # {printable(sources.get(name, 'default'))}\n")
+    return "".join(lines)
+
+
+def read_yaml(flag: str, path: str) -> JsonObject:
+    """Return the mapping in a YAML file.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML (the message has the line and column), or is
+            not a mapping.
+    """
+    import yaml
+
+    text = read_text(flag, path)
+
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise UserError(f"{flag} {shown(path)}: the key {shown(twice[0])} occurs twice.")
+            return super().construct_mapping(node, deep)
+
+    try:
+        value = yaml.load(text, UniqueKeys)
+        check_depth(value)
+    except RecursionError as error:
+        raise UserError(f"{flag} {shown(path)}: {TOO_DEEP}.") from error
+    except (yaml.YAMLError, ValueError) as error:  # 2026-02-30 is a ValueError
+        problem = " ".join(str(error).split())
+        raise UserError(f"{flag} {shown(path)} is not YAML: {shown(problem, 300)}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{flag} {shown(path)}: a run file is a list of `key: value` lines.")
+    return {str(key): item for key, item in value.items()}
+
+
+def print_config(flags: FlagValues, sources: dict[str, str]) -> NoReturn:
+    """Print the flags as a run file, and exit."""
+    print(redact(as_yaml(flags, sources)), end="")
+    process.check_output()
+    sys.exit(EXIT_COMPLETED)

@@ -1,0 +1,230 @@
+"""The rows of files: text, JSON lines, JSON, CSV and Parquet."""
+
+import contextlib
+import csv
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from distributed_training.data.rows import (
+    BadRow,
+    PlacedRows,
+    Position,
+    RawRows,
+    Row,
+    RowOptions,
+    Source,
+    columns_of_table,
+    format_of,
+    read_row,
+    row_of_table,
+)
+from distributed_training.errors import UserError, first_line
+from distributed_training.files.atomic import sha256_of
+from distributed_training.files.folders import files_of
+from distributed_training.files.user_files import shown
+
+Item = TypeVar("Item")
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
+READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
+
+
+def open_files(name: str, include: str | None, options: RowOptions) -> Source:
+    """Open a file, or the files of a folder, and compute the digest of their content.
+
+    Args:
+        include: patterns of the files of a folder to read; None: all.
+    """
+    files, digest = files_of(Path(name), name, include), hashlib.sha256(repr(options).encode())
+    times = {}
+    for file in files:
+        with reading(file):
+            times[file] = file.stat().st_mtime_ns
+            digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
+
+    def check(file: Path) -> None:  # the tokens are stored under the digest of what it was
+        with reading(file):
+            if file.stat().st_mtime_ns != times[file]:
+                raise UserError(f"{file} has changed since the run started: start again.")
+
+    rows = partial(rows_of_files, files, options, check)
+    return Source(digest.hexdigest(), {"train": rows})
+
+
+def rows_of_files(
+    files: list[Path],
+    options: RowOptions,
+    check: Callable[[Path], object],
+    position: Position | None,
+) -> PlacedRows:
+    """Yield the rows of several files from a position on.
+
+    Args:
+        check: raises an exception if a file is not the one that was opened. It is called before a
+            file is read, at its end, and where it cannot be read: a file that is cut during the
+            run would otherwise end early, or be called damaged.
+    """
+    first, skip = (position["file"], position["row"]) if position else (0, 0)
+    for number in range(first, len(files)):
+        unchanged = partial(check, files[number])
+        rows = _checked(rows_of_file(files[number], options), unchanged)
+        for row, content in enumerate(rows):
+            if number > first or row >= skip:
+                if isinstance(content, Row) and content.is_file:  # it is read later
+                    content = replace(content, pieces=_checked(content.pieces, unchanged))
+                yield {"file": number, "row": row}, content
+
+
+def _checked(items: Iterable[Item], check: Callable[[], object]) -> Iterator[Item]:
+    check()
+    try:
+        for item in items:
+            if isinstance(item, BadRow):
+                check()
+            yield item
+    except UserError:
+        check()
+        raise
+    check()
+
+
+@contextlib.contextmanager
+def reading(what: Path | str) -> Iterator[None]:
+    """Convert an error of reading in this context to a UserError that names `what`."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{what} is not {error.encoding.upper()} text: unpack an archive, convert other text "
+            "(iconv -f LATIN1 -t UTF-8), or leave the file out with --include."
+        ) from error
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:  # also of pyarrow
+        reason = getattr(error, "strerror", None) or first_line(error, 200)
+        raise UserError(f"{what} cannot be read: {reason}.") from error
+
+
+def type_of(file: Path) -> str:
+    """Return the suffix that determines how a file is read, without .gz."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    return next((suffix for suffix in reversed(suffixes) if suffix != ".gz"), "")
+
+
+def rows_of_file(file: Path, options: RowOptions) -> Iterator[Row | BadRow]:
+    """Yield the rows of a file, or the only document of a text file.
+
+    Raises:
+        UserError: during iteration, also over the pieces of a document: the file cannot be read.
+    """
+    if read := READERS.get(type_of(file)):
+        with reading(file):
+            yield from (read_row(row, place, options) for row, place in read(file, options))
+        return
+    yield Row(str(file), format="text files", pieces=_pieces_of(file), is_file=True)
+
+
+def _open_text(file: Path, errors: str = "surrogateescape", newline: str | None = None) -> TextIO:
+    """Open a file as text: UTF-8, also with a byte-order mark, or UTF-16 with one; also gzip.
+
+    A byte that is not UTF-8 becomes half of a surrogate pair, so that its row can be named.
+    """
+    binary: gzip.GzipFile | io.BufferedReader
+    binary = gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb")  # noqa: SIM115
+    utf_16 = binary.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
+    return io.TextIOWrapper(binary, "utf-16" if utf_16 else "utf-8-sig", errors, newline)
+
+
+def _pieces_of(file: Path) -> Iterator[str]:
+    with reading(file), _open_text(file, "strict", newline="") as stream:
+        while piece := stream.read(READ_CHARACTERS):
+            yield piece
+
+
+def _parse_json(text: str, place: str) -> object:
+    """Return the value of a line, or of a whole file; a BadRow if it is not valid JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = first_line(error, 200).replace("line 1 column", "column")
+        return BadRow(f"{place}: not valid JSON ({reason}).")
+
+
+def _read_jsonl(file: Path, options: RowOptions) -> RawRows:
+    with _open_text(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                place = f"{file}, line {number}"
+                yield _parse_json(line, place), place
+
+
+def _read_json(file: Path, options: RowOptions) -> RawRows:
+    """Yield the entries of a list, or the rows of JSON lines, which `datasets` writes as .json."""
+    with _open_text(file) as stream:
+        if isinstance(_parse_json(stream.readline(), ""), dict):
+            yield from _read_jsonl(file, options)
+            return
+        stream.seek(0)
+        rows = _parse_json(stream.read(), str(file))
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+        yield row, f"{file}, entry {number}"
+
+
+def _check_delimiter(file: Path, header: str, expected: str, options: RowOptions) -> None:
+    """Raise a UserError if the first line is one column, and several with another delimiter."""
+    columns = {each: next(csv.reader([header], delimiter=each), []) for each in DELIMITERS}
+    with contextlib.suppress(ValueError):
+        format_of(columns[expected], options)
+        return
+    found = max(columns, key=lambda each: len(columns[each]))
+    if len(columns[found]) > len(columns[expected]):
+        raise UserError(
+            f"{file} has {DELIMITERS[found]} between its columns, and a {type_of(file)} file must "
+            f"have {DELIMITERS[expected]}: convert it, for example with pandas: read_csv(FILE, "
+            f"sep={found!r}).to_csv(NEW, sep={expected!r}, index=False)."
+        )
+
+
+def _read_csv(file: Path, options: RowOptions) -> RawRows:
+    csv.field_size_limit(1 << 30)  # the default, 128 kB, is less than a long document
+    delimiter = "\t" if type_of(file) == ".tsv" else ","
+    with _open_text(file, newline="") as stream:
+        _check_delimiter(file, stream.readline(), delimiter, options)
+        stream.seek(0)
+        rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
+        names = rows.fieldnames or []
+        if len({*names}) < len(names):
+            raise UserError(f"{file} has two columns of one name: {', '.join(map(shown, names))}.")
+        for row in rows:
+            place = f"{file}, line {rows.line_num}"
+            if None in row or None in row.values():
+                problem = "it has more or fewer cells than the first line"
+                yield BadRow(f"{place}: {problem}: quote texts with separators."), place
+            else:
+                yield row, place
+
+
+def _read_parquet(file: Path, options: RowOptions) -> RawRows:
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(file)
+    columns, numbers = columns_of_table(table.schema_arrow.names, options, str(file)), count(1)
+    for batch in table.iter_batches(columns=columns, batch_size=1024):
+        for row in batch.to_pylist():
+            yield row_of_table(row), f"{file}, row {next(numbers)}"
+
+
+READERS = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}

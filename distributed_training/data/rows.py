@@ -1,0 +1,245 @@
+"""The rows of a corpus: documents, conversations and pairs of prompt and completion.
+
+Every use of a corpus reads it through one generator (`Rows`): the token cache, --streaming,
+--show_sample and --prefetch. It yields (position before the row, row), so that a stream can
+continue anywhere. The keys of a row determine its format; a file without rows is text, and one
+document. A row that cannot be used is a `BadRow`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from distributed_training.data.conversations import Content, Message, Template, convert
+from distributed_training.data.facts import Kinds
+from distributed_training.data.tools import Tool
+from distributed_training.errors import UserError
+from distributed_training.files.user_files import printable, shown
+from distributed_training.settings.data import DataSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A format's name, the keys that its rows have, and further keys that are read. The first that fits
+# is used.
+FORMATS = (
+    ("messages", ("messages",), ("tools",)),
+    ("ShareGPT (conversations)", ("conversations",), ("system", "tools")),
+    ("prompt and completion", ("prompt", "completion"), ("tools",)),
+    ("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system")),
+    ("text", ("text",), ()),
+)
+# Keys whose values would not be trained on. A row with a value of one of them that its format does
+# not read cannot be used, except a text.
+UNSUPPORTED = (
+    *("tools", "functions", "history", "images", "image", "videos", "video", "audios", "audio"),
+)
+
+
+class BadRow(UserError):
+    """A row that cannot be used, with its place and the reason."""
+
+    def __init__(self, text: str) -> None:
+        # The text may quote bytes that are not UTF-8.
+        super().__init__(printable(text.encode(errors="replace").decode()))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document, a conversation, or a prompt and its completion."""
+
+    where: str  # its file and line
+    kind: str = "text"  # or "chat", whose answers have a loss, or "pair", whose completion has one
+    format: str = "text"  # name of its format, for the user
+    pieces: Iterable[str] = ()  # of a document: the text, in one or more pieces
+    is_file: bool = False  # whether the document is a text file, of any length
+    messages: Sequence[Message] = ()  # of a conversation
+    tools: Sequence[Tool] = ()  # that the assistant may call
+    untrained: Sequence[int] = ()  # numbers of the messages with the weight 0
+    context: int = 0  # messages at the beginning of a conversation that have no loss
+    prompt: str = ""
+    completion: str = ""
+    trains_all: bool = False  # all tokens of a conversation or a pair have a loss
+
+    def as_json(self) -> str:
+        """Return the content of a conversation or a pair as JSON, for a digest."""
+        content = [self.prompt, self.completion] if self.kind == "pair" else self.messages
+        if self.tools or self.untrained:
+            return json.dumps([content, self.context, self.tools, self.untrained], sort_keys=True)
+        return json.dumps([content, self.context] if self.context else content, sort_keys=True)
+
+
+class Position(TypedDict, total=False):
+    """Where a row is, as JSON."""
+
+    file: int  # the number of the file, if there are files
+    row: int  # its number in the file, or in the table of the hub
+    state: dict | None  # of the hub's stream; None if the table is no stream
+
+
+PlacedRows = Iterator[tuple[Position, Row | BadRow]]
+# The value of a row, or a BadRow; and its place, for messages.
+RawRows = Iterator[tuple[object, str]]
+# A function from a position (None: the beginning) to the rows from there on.
+Rows = Callable[[Position | None], PlacedRows]
+
+
+class Source(NamedTuple):
+    """A corpus before tokenization."""
+
+    fingerprint: str  # a digest that changes whenever the text may have changed
+    splits: dict[str, Rows]  # "train", and "validation" if the corpus has it
+
+
+class RowOptions(NamedTuple):
+    """How rows are read."""
+
+    # (key of a format, the user's column for it): --text_column, --prompt_column and
+    # --completion_column. Only formats with these keys are considered.
+    columns: tuple[tuple[str, str], ...] = ()
+    chat_template: Template = None  # of the tokenizer
+    train_on: str = "assistant"  # --train_on
+
+    @classmethod
+    def of(cls, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> RowOptions:
+        """Return the options for a run's flags and tokenizer."""
+        columns = {
+            "text": data.text_column,
+            "prompt": data.prompt_column,
+            "completion": data.completion_column,
+        }
+        named = tuple((key, name) for key, name in columns.items() if name)
+        return cls(named, tokenizer.chat_template, data.train_on)
+
+    def for_digest(self) -> list[object]:
+        """Return what the fingerprint of a corpus contains, as JSON.
+
+        A default of a later version is left out, so that checkpoints of earlier streams resume.
+        """
+        return [self.columns, self.chat_template, *[self.train_on] * (self.train_on != "assistant")]
+
+    def __repr__(self) -> str:
+        """Return the same as text, in the form of earlier versions."""
+        names = ("columns", "chat_template", "train_on")
+        values = zip(names, self.for_digest(), strict=False)
+        return f"RowOptions({', '.join(f'{name}={value!r}' for name, value in values)})"
+
+
+# ---------------------------------------------------------------------------------- formats of rows
+
+
+def format_of(keys: Iterable[str], options: RowOptions) -> tuple[str, dict[str, str]]:
+    """Return the name of the format that fits, and {key: its column} of the keys that it reads.
+
+    Raises:
+        ValueError: a row or table with these keys has no known format.
+    """
+    found, columns, wanted = list(keys), dict(options.columns), []
+    for name, required, optional in FORMATS:
+        if columns.keys() <= set(required):
+            read = {key: columns.get(key, key) for key in (*required, *optional)}
+            names = list(read.values())[: len(required)]
+            if set(names) <= set(found):
+                return name, read
+            wanted.append(" with ".join(map(repr, names)))
+    raise ValueError(
+        f"no {', no '.join(wanted)}, but {shown(', '.join(map(str, found))) or 'nothing'}: rename "
+        "a key, or name one with --text_column, --prompt_column or --completion_column"
+    )
+
+
+def columns_of_table(columns: list[str], options: RowOptions, where: str) -> list[str]:
+    """Return the columns of a table that are read; `where` is the table, for messages."""
+    try:
+        name, read = format_of(columns, options)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}.") from error
+    also = () if name == "text" else UNSUPPORTED
+    wanted = dict.fromkeys((*read.values(), *also))
+    return [column for column in wanted if column in columns]
+
+
+def row_of_table(row: dict[str, object]) -> dict[str, object]:
+    """Return a row of a table without the keys inside its values that are None.
+
+    A table gives all objects of a column the same keys, so an argument that a tool call does not
+    have is None there.
+    """
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def lists_in(value: object, path: str = "") -> Iterator[str]:
+    """Yield where an object of a JSON file has lists of objects or texts, as paths for jq."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            is_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)
+            yield from lists_in(inner, f"{path}.{key if is_name else json.dumps(key)}")
+    elif path and isinstance(value, list) and value and isinstance(value[0], (dict, str)):
+        yield path
+
+
+def format_of_row(row: dict[str, object], options: RowOptions) -> tuple[str, dict[str, str]]:
+    """Do what `format_of` does; the error also names a list in the row, which may be the rows."""
+    try:
+        return format_of(row, options)
+    except ValueError as error:
+        path = next(lists_in(row), None)
+        if path is None:
+            raise
+        raise ValueError(
+            f"{error}. It has a list under {path}: if that is the data, write its entries alone, "
+            f"one in each line (jq -c {shown(repr(path + '[]'))} FILE > NEW.jsonl)"
+        ) from error
+
+
+def read_row(row: object, where: str, options: RowOptions) -> Row | BadRow:
+    """Convert a text or an object with the keys of a format; `where` is its place, for messages."""
+    if isinstance(row, BadRow):
+        return row
+    if isinstance(row, str):
+        row = {dict(options.columns).get("text", "text"): row}
+    try:
+        if not isinstance(row, dict):
+            raise ValueError("neither a text nor an object with keys such as text or messages")
+        name, columns = format_of_row(row, options)
+        values = {key: row.get(column) for key, column in columns.items()}
+        if name == "text":
+            text = "" if values["text"] is None else values["text"]
+            if not isinstance(text, str):
+                raise ValueError(f"'text' is not a string but {shown(text, 40)}")
+            text.encode()
+            return Row(where, pieces=[text])
+        if lost := [key for key in UNSUPPORTED if row.get(key) and key not in columns.values()]:
+            raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
+        content: Content = {"format": name, **convert(values, options.chat_template)}
+        return Row(where, **content, trains_all=options.train_on == "all")
+    except UnicodeEncodeError:
+        return BadRow(f"{where}: not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file).")
+    except ValueError as error:
+        return BadRow(f"{where}: {error}.")
+
+
+def check_kind(row: Row | BadRow, kinds: Kinds) -> Row | BadRow:
+    """Return the row, or a BadRow if it is of another kind than the rows before it.
+
+    Args:
+        kinds: of the rows before it; the row is added.
+    """
+    if isinstance(row, BadRow):
+        return row
+    kinds["kind"] = kinds["kind"] or row.kind
+    if row.kind != kinds["kind"]:
+        return BadRow(f"{row.where}: of kind {row.kind} among rows of kind {kinds['kind']}.")
+    if row.format not in kinds["formats"]:
+        kinds["formats"].append(row.format)
+    return row

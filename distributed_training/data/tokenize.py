@@ -1,0 +1,391 @@
+"""Tokenize a corpus once, and keep the result on disk.
+
+A split is a flat array of token ids, `<split>.bin`. Documents become one long stream, with an
+end-of-text token between them, and before each what the tokenizer puts before a text. Examples
+follow each other; a token t without a loss is stored as ~t, and `<split>.index.bin` has [start,
+end, first target, end of the first answer that ends with a trained end token] of each example; the
+last is start if there is none. Neither depends on the length of a sequence, so one cached corpus
+serves every --seq_length. `<split>.bytes.bin` has the bytes of the text that each token id stands
+for: exactly if the tokenizer keeps all bytes, else on average over the documents of the split.
+
+Long documents are tokenized in pieces, with exactly the ids of the whole document. A text is cut
+after a line break, or else before a space, where tokens(left + right) = tokens(left) +
+tokens(right) for a few hundred characters on each side; a text without such a place is tokenized as
+a whole. Each piece is tokenized after the character that precedes it, because a tokenizer may
+treat the beginning of a text differently (Llama 2 inserts a space there).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
+
+from distributed_training import console
+from distributed_training.data import special_tokens
+from distributed_training.data.facts import Kinds
+from distributed_training.data.rows import BadRow, PlacedRows, Row, RowOptions, Source, check_kind
+from distributed_training.data.sources import open_source
+from distributed_training.data.token_bytes import bytes_by_id
+from distributed_training.errors import UserError
+from distributed_training.files.cache import Cache, cache_folder
+from distributed_training.ranks.context import DistContext, require_equal_on_all_ranks
+from distributed_training.settings.data import DataSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+CACHE_VERSION = 12  # increase it when the layout of the cache or the tokenization changes
+PIECE_CHARACTERS = 1 << 16  # a piece has one to two times as many, if the text can be cut
+# A call tokenizes pieces until it has one of these numbers. It uses all cores.
+BATCH_CHARACTERS, BATCH_PIECES = 1 << 21, 4096
+# Characters on each side of a cut that are tokenized to check it. Two lengths, so that a pattern
+# that counts characters or words from the beginning of a text fits at most one of them.
+WINDOWS = (250, 381)
+# Places where a text may be cut: after a line break or the end of a Chinese sentence, before a
+# space. In a run of white space, tokenizers often join characters across any place.
+PLACES = [
+    re.compile(pattern)
+    for pattern in (r"(?<=\S) ?\n(?= ?\S)", r"(?<=[\u3002\uff01\uff1f])(?=\w)", r"(?<=\w)(?= \w)")
+]
+TRIES = 6  # places of each kind that are tried in PIECE_CHARACTERS of text
+# A part of a document that is tokenized alone, and the character before it; "" at the beginning.
+Piece = tuple[str, str]
+
+
+class SplitCounts(Kinds):
+    """What is counted while a split is tokenized."""
+
+    tokens: int
+    rows: int
+    empty: int
+    ended: int  # examples with an answer that ends with a trained end token
+
+
+class TokenizedSplit(SplitCounts):
+    """The facts about the files of a split."""
+
+    dtype: str  # of the token ids
+    vocabulary: int  # the largest token id + 1
+    sha256: str  # of the text
+    tokens_sha256: str  # of the tokens, which a chat template may change with the date
+
+
+class TokenizedCorpus(TypedDict):
+    """A folder of the cache with tokens, as JSON."""
+
+    folder: str
+    end_of_text: int | None  # the id of the tokenizer's end-of-text token
+    bad_rows: list[str]  # a line about each
+    splits: dict[str, TokenizedSplit]
+
+
+def tokenize_corpus(
+    data: DataSettings,
+    ctx: DistContext,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    eval_only: bool,
+) -> TokenizedCorpus:
+    """Read and tokenize a corpus once per node, unless the cache has it; all ranks must call it.
+
+    Args:
+        eval_only: as for `sources.open_source`.
+    Raises:
+        UserError: see `tokenize_once`.
+        TrainingError: the text of the dataset differs between nodes.
+    """
+
+    def tokenize() -> TokenizedCorpus:
+        source = open_source(name, data, RowOptions.of(data, tokenizer), eval_only)
+        cache = Cache(cache_folder(data.cache_dir))
+        with console.bar("Tokenizing", unit="characters") as bar:
+            return tokenize_once(source, tokenizer, cache, bar.update, data.max_bad_rows)
+
+    prepared: TokenizedCorpus = ctx.once_per_node(f"dataset {name}", tokenize)
+    require_equal_on_all_ranks(ctx.all_gather(prepared["splits"]), "The text of the dataset")
+    for row in prepared["bad_rows"]:
+        console.warn(f"Left out: {row}")
+    return prepared
+
+
+def tokenize_once(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Cache,
+    advance: Callable[[int], object],
+    max_bad_rows: int,
+) -> TokenizedCorpus:
+    """Tokenize a corpus, unless the cache has it from an earlier run.
+
+    Args:
+        tokenizer: gets PLAIN_TEMPLATE if it needs a template and has none.
+        advance: called from time to time with the number of characters done since the last call.
+        max_bad_rows: maximum number of rows that cannot be used.
+    Raises:
+        UserError: the cache or the text cannot be read, or there are too many bad rows.
+    """
+    template = json.dumps(tokenizer.chat_template)
+    texts = [str(CACHE_VERSION), source.fingerprint, tokenizer_fingerprint(tokenizer), template]
+    # The fingerprint of a tokenizer that is not a fast one does not have what it adds to a text.
+    texts.append(repr(special_tokens.start_of(tokenizer)))
+    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
+
+    def write(folder: Path) -> dict:
+        bad: list[str] = []
+
+        def refuse(row: BadRow) -> None:
+            bad.append(str(row))
+            check_bad_rows(bad, max_bad_rows)
+
+        splits = {
+            name: _write_split(folder / name, rows(None), tokenizer, advance, refuse)
+            for name, rows in source.splits.items()
+        }
+        return {"bad_rows": bad, "splits": splits}
+
+    folder, facts = cache.get(key, write)
+    # The run that wrote the cache may have had a larger --max_bad_rows.
+    check_bad_rows(facts["bad_rows"], max_bad_rows)
+    return {
+        "folder": str(folder),
+        "end_of_text": tokenizer.eos_token_id,
+        "bad_rows": facts["bad_rows"],
+        "splits": facts["splits"],
+    }
+
+
+def check_bad_rows(bad: Sequence[str], allowed: int) -> None:
+    """Raise a UserError that names the first row beyond the maximum, if there are more bad rows."""
+    if len(bad) > allowed:
+        raise UserError(f"{bad[allowed]} --max_bad_rows N leaves out up to N rows, now {allowed}.")
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
+    if tokenizer.is_fast:
+        text = tokenizer.backend_tokenizer.to_str()
+    else:
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------- a split
+
+
+class _Digest:
+    """SHA-256 and size of what is added."""
+
+    def __init__(self) -> None:
+        self._digest, self.size = hashlib.sha256(), 0
+
+    def add(self, content: bytes) -> None:
+        self._digest.update(content)
+        self.size += len(content)
+
+    def separate(self) -> None:
+        """Mark the end of a document, which is no part of the size."""
+        self._digest.update(b"\0")
+
+    def hex(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _write_split(
+    path: Path,
+    rows: PlacedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    advance: Callable[[int], object],
+    refuse: Callable[[BadRow], None],
+) -> TokenizedSplit:
+    """Write the files of a split, whose names begin with `path`; return its facts."""
+    facts = SplitCounts(kind=None, formats=[], tokens=0, rows=0, empty=0, ended=0)
+    text, tokens = _Digest(), _Digest()
+    index = list[tuple[int, int, int, int]]()
+    usable = _usable(rows, facts, refuse)
+    usable = itertools.chain(list(itertools.islice(usable, 1)), usable)  # its kind is known now
+    (sizes, are_exact), counted = bytes_by_id(tokenizer), 0
+    has_examples = facts["kind"] in ("chat", "pair")
+    if has_examples:
+        from distributed_training.data.examples import encode_examples
+
+        dtype, encoded = "int32", encode_examples(usable, tokenizer, text.add, refuse)
+    else:
+        # Not len(tokenizer): the ids of some vocabularies have gaps.
+        dtype = "uint16" if len(sizes) <= 1 << 16 else "uint32"
+        encoded = _encode_documents(usable, tokenizer, text)
+    with open(f"{path}.bin", "wb") as file:
+        for ids, characters, answer in encoded:
+            content = ids.astype(dtype).tobytes()
+            file.write(content)
+            tokens.add(content)
+            start, end = facts["tokens"], facts["tokens"] + len(ids)
+            facts["tokens"] = end
+            if has_examples:  # the first token is not predicted from anything
+                target = start + 1 + int((ids[1:] >= 0).argmax())
+                facts["ended"] += bool(answer)
+                index.append((start, end, target, start + answer))
+            else:
+                counted += int(sizes[ids].sum())
+            advance(characters)
+    if has_examples:
+        np.array(index, np.int64).tofile(f"{path}.index.bin")
+        facts["rows"] = len(index)
+    # The tokens of documents get the bytes of their text, those of examples 0 if not exact.
+    scale = text.size / counted if counted else float(are_exact)
+    (sizes * scale).tofile(f"{path}.bytes.bin")
+    return {
+        **facts,
+        "dtype": dtype,
+        "vocabulary": len(sizes),
+        "sha256": text.hex(),
+        "tokens_sha256": tokens.hex(),
+    }
+
+
+def _usable(
+    rows: PlacedRows, facts: SplitCounts, refuse: Callable[[BadRow], None]
+) -> Iterator[Row]:
+    """Yield the rows that can be used, and count them."""
+    for _, content in rows:
+        row = check_kind(content, facts)
+        if isinstance(row, BadRow):
+            refuse(row)
+        else:
+            facts["rows"] += 1
+            facts["empty"] += row.pieces == [""]
+            yield row
+
+
+def _encode_documents(
+    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, text: _Digest
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield the ids of one stream, their characters, and 0; the digest gets the text."""
+    documents = DocumentTokenizer(tokenizer)
+    first, later = (
+        np.array(special_tokens.document_start(tokenizer, n), np.uint32) for n in (True, False)
+    )
+
+    def read(row: Row) -> Iterator[str]:
+        for piece in row.pieces:
+            text.add(piece.encode())
+            yield piece
+        text.separate()
+
+    pieces = itertools.chain.from_iterable(documents.pieces(read(row)) for row in rows)
+    start = first
+    for batch, characters in _batches(pieces):
+        stream = list[np.ndarray]()
+        for (_, before), ids in zip(batch, documents.encode(batch), strict=True):
+            stream += [ids] if before else [start, ids]
+            start = later
+        yield np.concatenate(stream), characters, 0
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:
+    """Yield the pieces that are tokenized together, and the number of their characters."""
+    batch, characters = list[Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[0])
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
+            yield batch, characters
+            batch, characters = [], 0
+    if batch:
+        yield batch, characters
+
+
+# ------------------------------------------------------------------- documents of any length
+
+
+class DocumentTokenizer:
+    """A tokenizer of documents, which are cut from `size` characters on."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> None:
+        self.tokenizer, self.size, self.places = tokenizer, size or PIECE_CHARACTERS, PLACES
+        backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        if backend and type(backend.model).__name__ == "Unigram":
+            # Its best tokens may depend on distant words. Without a pre-tokenizer a document is a
+            # single word, which no check of a part can cut.
+            self.places = PLACES[:1] if backend.pre_tokenizer else []
+        self._backend = _backend_of(tokenizer)
+        # The tokens of the character before a piece; few different ones occur.
+        self._alone = functools.lru_cache(1 << 10)(lambda before: next(self._tokens([before])))
+
+    def _tokens(self, texts: list[str]) -> Iterator[list[int]]:
+        if self._backend is None:
+            options = {"add_special_tokens": False, "verbose": False}
+            return iter(self.tokenizer(texts, **options)["input_ids"])
+        # Without the positions of the tokens in the text, which take 0.4 of the time.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return (encoding.ids for encoding in encodings)
+
+    def encode(self, pieces: list[Piece]) -> list[np.ndarray]:
+        """Return the token ids of each piece, uint32; joined, they are those of the document."""
+        tokens = self._tokens([before + text for text, before in pieces])
+        return [
+            # Twice as fast as np.array(ids, np.uint32).
+            np.asarray(array("I", ids))[len(self._alone(before)) if before else 0 :]
+            for (_, before), ids in zip(pieces, tokens, strict=True)
+        ]
+
+    def pieces(self, texts: Iterable[str]) -> Iterator[Piece]:
+        """Cut a document, which is given in parts; the pieces depend on its whole text only."""
+        text, before, searched = "", "", self.size
+        for read in texts:
+            for start in range(0, len(read), self.size):
+                text += read[start : start + self.size]
+                while len(text) >= searched + self.size + WINDOWS[-1]:
+                    cut = self._cut(text, searched)
+                    if cut is None:
+                        searched += self.size
+                        continue
+                    yield text[:cut], before
+                    text, before, searched = text[cut:], text[cut - 1], self.size
+        if text:
+            yield text, before
+
+    def _cut(self, text: str, start: int) -> int | None:
+        """Return a place for a cut in the `size` characters from `start`; None if there is none."""
+        for pattern in self.places:
+            places = pattern.finditer(text, start, start + self.size)
+            for match in itertools.islice(places, TRIES):
+                if self._may_cut(text, match.end()):
+                    return match.end()
+        return None
+
+    def _may_cut(self, text: str, cut: int) -> bool:
+        before = text[cut - 1]
+        alone = self._alone(before)
+        for width in WINDOWS:
+            left, right = text[max(0, cut - width) : cut], text[cut : cut + width]
+            both, first, second = self._tokens([left + right, left, before + right])
+            if second[: len(alone)] != alone or both != first + second[len(alone) :]:
+                return False
+        return True
+
+
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """Return the tokenizer of the tokenizers library that computes a fast tokenizer's ids.
+
+    It has the settings of a call without options: no truncation or padding, and special tokens
+    split or not. The result is None if it does not compute the ids alone: the tokenizer is not a
+    fast one, or its class changes texts (CPM separates words, and replaces spaces and line breaks).
+    """
+    if not tokenizer.is_fast:
+        return None
+    special = " ".join(map(str, tokenizer.get_added_vocab()))
+    text = f"a a  a\n\n a\ta\r\n{special} a"  # a vocabulary may lack other characters
+    expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    backend = tokenizer.backend_tokenizer  # this call has set its options
+    same = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids == expected
+    return backend if same else None

@@ -1,0 +1,130 @@
+"""Resolve --model to local folders with its weights and its tokenizer, on every node.
+
+Every kind of --model results in a local folder, which each strategy loads in its own way. Ranks
+that share random weights find them there; one process alone draws them when it loads the model.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TypedDict
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from distributed_training import console
+from distributed_training.cli.checks import names_on_hub
+from distributed_training.model import weights
+from distributed_training.model.config import max_positions
+from distributed_training.model.locate import Located, locate
+from distributed_training.model.tokenizer import read_tokenizer
+from distributed_training.ranks.context import DistContext
+from distributed_training.settings.data import DataSettings
+from distributed_training.settings.model import ModelSettings
+from distributed_training.settings.settings import Settings
+
+
+class Prepared(TypedDict):
+    """The parts of a model that every rank of the node can load, as JSON."""
+
+    weights: str  # folder
+    tokenizer: str  # folder
+    notices: list[str]  # for the user
+    random: bool  # see WeightSource
+    new_rows: int  # see WeightSource
+    own_head: bool  # see `weights.check_folder`
+
+
+def find_folders(
+    model_settings: ModelSettings,
+    data: DataSettings,
+    offline: bool,
+    seed: int,
+    shared: bool,
+    ctx: DistContext,
+) -> Prepared:
+    """Find the parts of --model; a node downloads weights, or draws shared ones, once.
+
+    Args:
+        offline: use no network.
+        seed: of random weights.
+        shared: the ranks share a file of random weights.
+    """
+    name = model_settings.model
+    console.print0("📥 Loading model and tokenizer...")
+    if not offline and names_on_hub(name, data.dataset)[0]:
+        console.print0(f"⏳ Downloading {name}, unless it is in the cache")
+
+    def prepare() -> Prepared:
+        parts = locate(model_settings, data.cache_dir, True, offline)
+        return _prepare_folders(parts, name, seed, shared)
+
+    return ctx.once_per_node("model", prepare)
+
+
+def find_tokenizer(
+    settings: Settings, ctx: DistContext
+) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """Download the parts of --model; return its tokenizer and its limit of positions, or None."""
+
+    def parts() -> dict:
+        needed, offline = not settings.command.show_sample, settings.hub.offline
+        found = locate(settings.model, settings.data.cache_dir, needed, offline)
+        return {"tokenizer": found.tokenizer, "positions": max_positions(found.config)}
+
+    be_quiet(settings.debug.verbose)
+    found = ctx.once_per_node("tokenizer", parts)
+    what, template = f"--model {settings.model.model}", settings.data.chat_template
+    return read_tokenizer(found["tokenizer"], what, template), found["positions"]
+
+
+def be_quiet(verbose: bool) -> None:
+    """Hide the messages of transformers, unless they are requested."""
+    if not verbose:
+        if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":  # else it is the user's
+            transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+
+def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Prepared:
+    """Prepare folders with weights and tokenizer that every rank of the node can load.
+
+    Args:
+        name: --model.
+        shared: save random weights, too; otherwise `ModelSpec.load` draws them.
+    """
+    config, tokenizer, folder, notices = located
+    what = f"--model {name}"
+    entries = len(read_tokenizer(tokenizer, what))
+    added = max(0, entries - config.get_text_config().vocab_size)
+    enlarged, model = added > 0, None
+    random, new_rows = enlarged or folder is None, added if folder else 0
+    own_head = folder is not None and weights.check_folder(folder, config, what)
+    if own_head:
+        weights.untie(config)
+        notices.append(
+            "The output layer differs from the embedding in the weight files, although config.json "
+            "ties them (tie_word_embeddings): the weight in the files is used, and trained alone."
+        )
+    torch.manual_seed(seed)
+    if folder is None and (shared or enlarged):
+        model = weights.from_config(config)
+    elif folder and enlarged:
+        model, info = weights.from_folder(folder, config)
+        weights.report_differences(folder, model, info)
+    if model and enlarged:
+        torch.manual_seed(seed)
+        model.resize_token_embeddings(entries)
+        config = model.config
+        notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
+    if folder is None or enlarged:
+        folder = weights.save_temporarily(config, model)
+    return {
+        "weights": folder,
+        "tokenizer": tokenizer,
+        "notices": notices,
+        "random": random,
+        "new_rows": new_rows,
+        "own_head": own_head,
+    }

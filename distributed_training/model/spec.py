@@ -1,0 +1,211 @@
+"""ModelSpec: a model without its weights in memory."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from distributed_training import console
+from distributed_training.errors import TrainingError, redact, refused_as
+from distributed_training.files.atomic import remove_temporary_folder, write_text
+from distributed_training.model import resolve, weights
+from distributed_training.model.config import (
+    apply_flags,
+    max_positions,
+    read_config,
+    read_generation_config,
+)
+from distributed_training.model.isolation import check_isolation
+from distributed_training.model.lora import Lora
+from distributed_training.model.loss import add_loss, returns_plain_logits
+from distributed_training.model.tokenizer import read_tokenizer
+from distributed_training.ranks.context import DistContext
+from distributed_training.settings.data import choose_seq_length
+from distributed_training.settings.settings import Settings
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where a model's weights come from, and how they are loaded."""
+
+    folder: str  # local folder that `ModelSpec.load` reads
+    seed: int  # for weights that the folder lacks
+    # The weights, or rows of the embedding, are drawn from the seed for this run.
+    random: bool = False
+    new_rows: int = 0  # rows added to an embedding that was not random
+    dtype: torch.dtype = torch.float32  # of the loaded weights; adapters are in fp32
+    in_4bit: bool = False  # weights of linear layers are loaded in 4 bits, on the rank's device
+
+    def remove_drawn(self) -> None:
+        """Remove the folder if its weights were drawn for this run; call it once loaded."""
+        remove_temporary_folder(Path(self.folder))
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters, adapters included; tied weights count once."""
+
+    total: int
+    trainable: int
+    largest: int  # of one tensor
+    # Those that take part in matrix multiplications.
+    matmul: int
+    trainable_matmul: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParameterCounts:
+        """Count the parameters of a model, which may be on the meta device."""
+        # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
+        lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        if is_tied(model):
+            lookups -= {model.get_output_embeddings().weight}
+        sizes = {weight: weight.numel() for weight in model.parameters()}
+        trained = {weight: size for weight, size in sizes.items() if weight.requires_grad}
+        matmul, trainable_matmul = (
+            sum(size for weight, size in counted.items() if weight not in lookups)
+            for counted in (sizes, trained)
+        )
+        total, trainable = sum(sizes.values()), sum(trained.values())
+        return cls(total, trainable, max(sizes.values()), matmul, trainable_matmul)
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Return whether the output layer shares the weight of an embedding."""
+    head = model.get_output_embeddings()
+    lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return head is not None and head.weight in lookups
+
+
+@dataclass
+class ModelSpec:
+    """A model without its weights: configuration, tokenizer, sizes. It loads the weights."""
+
+    # Transformers configuration, with the run's changes (dropout, vocabulary) applied.
+    config: transformers.PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig
+    weights: WeightSource
+    seq_length: int  # tokens of a sequence: --seq_length, or its default for this model
+    lora: Lora | None = None  # the configuration of its adapters
+    # Original values of settings that the run has replaced; an exported model gets them back.
+    own_settings: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # The output layer computes the loss in chunks; see distributed_training/model/loss.py.
+        self.chunked_loss = returns_plain_logits(self.config)
+        model = self.on_meta_device()
+        self.tied = is_tied(model)  # the output layer shares the weight of the input embedding
+        self.counts = ParameterCounts.of(model)
+        self._names = [name for name, _ in model.named_parameters()]
+
+    @classmethod
+    def find(cls, settings: Settings, ctx: DistContext) -> ModelSpec:
+        """Resolve --model; a node downloads weights, or draws shared ones, once.
+
+        Raises:
+            UserError: the model cannot be found or downloaded, is no causal language model, has
+                less than --seq_length positions, or cannot isolate documents.
+        """
+        model_settings, data = settings.model, settings.data
+        name, seed, offline = model_settings.model, settings.training.seed, settings.hub.offline
+        adapters, strategy = model_settings.lora_r is not None, settings.strategy
+        resolve.be_quiet(settings.debug.verbose)
+        # Ranks share a file of random weights; shards and weights under adapters are read from it.
+        shared = ctx.real_world_size > 1 or not strategy.whole_parameters or adapters
+        found = resolve.find_folders(model_settings, data, offline, seed, shared, ctx)
+        what = f"--model {name}"
+        config = read_config(found["weights"], what)
+        tokenizer = read_tokenizer(found["tokenizer"], what, data.chat_template)
+        for notice in found["notices"]:
+            console.warn(notice)
+        if found["own_head"]:
+            weights.untie(config)
+        own_settings = apply_flags(config, model_settings)
+        generation = read_generation_config(found["weights"], config)
+        with refused_as(weights.NOT_BUILT.format(what)):
+            length = choose_seq_length(data.seq_length, name, max_positions(config))
+            lora = Lora.of(model_settings, seed)
+            source = WeightSource(
+                found["weights"],
+                seed,
+                found["random"],
+                found["new_rows"],
+                weights.weights_dtype(strategy, adapters, ctx),
+                model_settings.load_in_4bit,
+            )
+            spec = cls(config, tokenizer, generation, source, length, lora, own_settings)
+        if data.isolates_documents:
+            check_isolation(config, tokenizer, name, data.packing)
+        return spec
+
+    @property
+    def text_config(self) -> transformers.PretrainedConfig:
+        """Configuration of the language model; the whole configuration if it has no parts."""
+        return self.config.get_text_config()
+
+    def on_meta_device(self) -> nn.Module:
+        """Build the model on the meta device: shapes without memory."""
+        with torch.device("meta"):
+            model = weights.from_config(self.config, self.weights.dtype)
+        return self._prepare(model)
+
+    def load(self, ctx: DistContext, dtype: torch.dtype | str | None = None) -> nn.Module:
+        """Load the model with its weights on the CPU.
+
+        Args:
+            dtype: instead of `weights.dtype`; "auto": memory-mapped from the file, not copied.
+        """
+        source = self.weights
+        console.print0("⏳ Loading the weights")
+        torch.manual_seed(source.seed)
+        if source.random and not Path(source.folder, "model.safetensors").exists():
+            return self._prepare(weights.from_config(self.config))
+        in_4bit = ctx.device if source.in_4bit and dtype is None else None
+        model, info = weights.from_folder(
+            source.folder, self.config, dtype or source.dtype, in_4bit
+        )
+        weights.report_differences(source.folder, model, info)
+        model = self._prepare(model)
+        if [name for name, _ in model.named_parameters()] != self._names:
+            raise TrainingError(
+                f"The model that transformers loaded from {source.folder} shares other weights "
+                "than its config.json describes: set tie_word_embeddings there to what the files "
+                "hold."
+            )
+        return model
+
+    def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
+        """Write everything of the model except its weights: configurations and tokenizer.
+
+        Args:
+            dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
+            whole: describe the model itself and not its adapters, which have been added to it.
+        """
+        folder.mkdir(exist_ok=True)
+        self.tokenizer.save_pretrained(folder)
+        if self.lora and not whole:
+            self.lora.save_config(folder)
+            return
+        config = copy.deepcopy(self.config)
+        config.name_or_path = redact(config.name_or_path)  # saved by older versions of transformers
+        config.use_cache = True  # disabled for training only
+        config.get_text_config().update(self.own_settings)
+        config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        if dtype is not None:
+            config.update(weights.as_dtype(dtype))
+        config.save_pretrained(folder)
+        # save_pretrained of older versions rejects the generation configuration of some models.
+        write_text(folder / "generation_config.json", self.generation.to_json_string())
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        if self.lora:
+            self.lora.attach(model)
+        if self.chunked_loss and type(model.get_output_embeddings()) is nn.Linear:  # no adapters
+            add_loss(model)
+        return model

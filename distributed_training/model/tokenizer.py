@@ -1,0 +1,79 @@
+"""The tokenizer of --model: read from its folder, or the embedded one, which is trained."""
+
+import hashlib
+from pathlib import Path
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from distributed_training.errors import UserError, refused_as
+from distributed_training.files.cache import Cache, cache_folder
+from distributed_training.files.user_files import read_text, read_user_json
+from distributed_training.known_models import EMBEDDED_MODEL, EMBEDDED_VOCABULARY
+from distributed_training.model.weights import NO_REMOTE_CODE
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def read_tokenizer(
+    folder: str, what: str, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a folder.
+
+    Args:
+        what: what the user has given, for messages (--model NAME).
+        chat_template: a file with the template of conversations; None: the tokenizer's own.
+    """
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    if not any(file for pattern in patterns for file in Path(folder).glob(pattern)):
+        raise UserError(
+            f"{what}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt)."
+        )
+    options = {"local_files_only": True, **NO_REMOTE_CODE}
+    with refused_as(f"{what}: its tokenizer files cannot be used; copy them again"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        except Exception:
+            _name_damaged_file(Path(folder))
+            raise
+    if chat_template:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _name_damaged_file(folder: Path) -> None:
+    """Raise a UserError that names the tokenizer's file that is not JSON or text, if there is one.
+
+    The messages of the libraries do not name the file.
+    """
+    for name in ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"):
+        for file in sorted(folder.glob(name)):
+            read_user_json("The tokenizer's file", str(file))
+    for file in (*sorted(folder.glob("*.jinja")), folder / "merges.txt"):
+        if file.is_file():
+            read_text("The tokenizer's file", str(file))
+
+
+def embedded_tokenizer(cache_dir: str | None) -> str:
+    """Return the folder of tiny-gpt2's tokenizer, a BPE trained on the Python reference."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import ByteLevelBPETokenizer
+
+    text = [topics[name] for name in sorted(topics)]
+    digest = hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+
+    def train(folder: Path) -> dict:
+        tokenizer = ByteLevelBPETokenizer()
+        options = {"special_tokens": [END_OF_TEXT], "show_progress": False}
+        tokenizer.train_from_iterator(text, EMBEDDED_VOCABULARY, min_frequency=2, **options)
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
+        ).save_pretrained(folder)
+        return {}
+
+    cache = Cache(cache_folder(cache_dir))
+    # transformers 4 cannot read what transformers 5 writes.
+    written_by = transformers.__version__.partition(".")[0]
+    folder, _ = cache.get(f"{EMBEDDED_MODEL}-tokenizer-{written_by}-{digest}", train)
+    return str(folder)

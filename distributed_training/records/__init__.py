@@ -1,0 +1,10 @@
+"""What runs have written: reading it, and comparing runs. No run imports it to train.
+
+metrics_file   metrics.jsonl, and its curve loss.png
+results_types  the types of the keys of results.json
+recorded_run   a run's results, steps and evaluations, and the numbers that a comparison shows
+causes         what differs between two runs, and what each setting can change
+agreement      how the losses and norms of two runs agree: points in common, and tolerances
+compare        runs compared with a reference, and strategies with the first that completed
+replayed       replay-STEP.json as text and as tables of the page
+"""

@@ -1,0 +1,204 @@
+"""Compare runs with a reference, and strategies with the first that completed.
+
+Two runs and seven strategies are the same case: the first run is the reference. Imports nothing
+heavy. comparison_text.py and plots.py show the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed_training.files.json_types import JsonObject
+from distributed_training.records.agreement import (
+    KINDS,
+    TOLERANCES,
+    Agreement,
+    Tolerance,
+    points_of,
+    relative,
+)
+from distributed_training.records.causes import Difference, causes_of, differences_of
+from distributed_training.records.recorded_run import RecordedRun, read_folder, read_text
+from distributed_training.strategies.table import STRATEGIES
+
+# The control does the same work as the reference. If its speed differs by more than this share,
+# other load on the machine has changed the speeds. docs/COMPARISON.md has the measurements.
+LARGEST_SPEED_CHANGE = 0.25
+
+
+@dataclass
+class Comparison:
+    """Runs that are compared with the first one; strategies with the first that completed."""
+
+    name: str
+    runs: list[RecordedRun]
+    # The largest relative difference of equal losses; None: what rounding explains. Of several
+    # runs with different precisions the largest.
+    tolerance: float | None
+    of_strategies: bool = False
+    # The reference with a higher learning rate, to see whether the losses would show a difference
+    control: RecordedRun | None = None
+
+    def __post_init__(self) -> None:
+        candidates = [run for run in self.runs if run.numbers or not self.of_strategies]
+        self.reference = candidates[0] if candidates else None
+        self.facts = self.reference.results if self.reference else {}
+        self.simulated = bool(self.facts.get("simulated_world_size"))
+        self.on_gpu = self.facts.get("device") == "cuda"
+        given = self.tolerance
+        for run in [*self.runs, self.control]:
+            if run and self.reference:
+                add_ratios(run.numbers, self.reference.numbers)
+                tolerance = self._tolerance_of(run, self.reference, given)
+                self._compare(run, self.reference, tolerance)
+        if not (self.control and self.control.agreement.points):
+            self.control = None
+        self.compared = [
+            run for run in self.runs if run.agreement.points and run is not self.reference
+        ]
+        used = [run.agreement.tolerance for run in self.compared]
+        default = self.reference.agreement.tolerance if self.reference else TOLERANCES["fp32"]
+        self.tolerance, self.norm_tolerance, self.lasting = max(used, default=default)
+        self.departing = [run for run in self.runs if run.agreement.first]  # that differ
+        # None if no losses could be compared
+        self.same_model = not self.departing if self.compared else None
+        # Whether the control differs, so that the comparison can show a difference of its size.
+        control = self.control if self.compared else None
+        self.conclusive = bool(control.agreement.first) if control else None
+        speed = self.control.numbers["speed"] if self.control else 1.0
+        self.speed_change = abs(speed - 1)  # of the machine, between the reference and the control
+        self.speeds_are_comparable = self.speed_change <= LARGEST_SPEED_CHANGE
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a loss differs, a strategy failed or a run could not be compared; else 0."""
+        if self.of_strategies:
+            failed = any(run.status not in ("completed", "skipped") for run in self.runs)
+        else:
+            failed = len(self.compared) < len(self.runs) - 1
+        return int(failed or self.reference is None or bool(self.departing))
+
+    def _tolerance_of(
+        self, run: RecordedRun, reference: RecordedRun, given: float | None
+    ) -> Tolerance:
+        """Return what rounding explains in the lower precision of two runs, or what was given."""
+        rounding = max(run.rounding, reference.rounding)
+        if given is None:
+            return rounding
+        norm = given * rounding.grad_norm / rounding.loss
+        return Tolerance(given, norm, rounding.steps if self.of_strategies else 1)
+
+    def _compare(self, run: RecordedRun, reference: RecordedRun, tolerance: Tolerance) -> None:
+        """Compare the losses and gradient norms of a run with the reference's, and find causes."""
+        lasting = {kind: 1 if kind == "eval_loss" else tolerance.steps for kind in KINDS}
+        points = [
+            point
+            for repeat in (run.repeats if self.of_strategies else [run])
+            for kind in KINDS
+            for point in points_of(kind, reference.curve(kind), repeat.curve(kind), lasting[kind])
+        ]
+        agreement = Agreement(tolerance, points)
+        if (largest := agreement.largest("loss", "eval_loss")) is None:
+            run.agreement = Agreement(tolerance)
+            if run.status == "completed" and self.of_strategies and not self.simulated:
+                run.status, run.reason = "failed", "metrics.jsonl has no step of the reference"
+            return
+        run.numbers["difference"] = largest.relative
+        if norm := agreement.largest("grad_norm"):
+            run.numbers["norm_difference"] = norm.relative
+        differences, causes = compare_facts(reference, run), []
+        if first := agreement.first:
+            latest = first.last + lasting[first.of] - 1  # the first medians share their steps
+            causes = causes_of(differences, first.of, latest)
+        run.agreement = Agreement(tolerance, points, differences, causes)
+
+
+def add_ratios(numbers: JsonObject, reference: JsonObject) -> None:
+    """Add the speed and the memory relative to the reference, where both were measured."""
+    if "samples_per_second" in numbers and (speed := reference.get("samples_per_second")):
+        low, high = numbers["samples_per_second_low"], numbers["samples_per_second_high"]
+        numbers["speed"] = numbers["samples_per_second"] / speed
+        numbers["speed_spread"] = (high - low) / 2 / speed
+    if "memory_bytes" in numbers and reference.get("memory_bytes"):
+        numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
+
+
+def compare_runs(runs: list[RecordedRun], tolerance: float | None) -> Comparison:
+    """Compare runs of any kind with the first one, step by step.
+
+    Args:
+        tolerance: replaces the values in TOLERANCES; every step is then compared alone.
+    """
+    for number, run in enumerate(runs):
+        run.name = chr(ord("A") + number)
+    return Comparison(" ".join(str(run.place) for run in runs), runs, tolerance)
+
+
+def read_comparison(folder: Path, tolerance: float | None = None) -> Comparison:
+    """Read and compare the strategies that compare_strategies.sh left in <strategy>/<repeat>/.
+
+    Args:
+        tolerance: replaces the value in TOLERANCES.
+    """
+    planned = planned_of(folder)
+    names = [name for name in STRATEGIES if name in planned or (folder / name).is_dir()]
+    *runs, control = [read_strategy(folder / name) for name in (*names, "control")]
+    return Comparison(folder.resolve().name, runs, tolerance, True, control)
+
+
+def planned_of(folder: Path) -> list[str]:
+    """Return the words of planned.txt: the strategies, and "cpu", "cuda" and "simulated"."""
+    return read_text(folder / "planned.txt").split()
+
+
+def read_row(place: Path) -> RecordedRun:
+    """Read one run of a comparison in progress, and compare it with the reference so far.
+
+    The run is not compared while its reference is unknown: that is the first strategy that
+    completes, in the order of STRATEGIES.
+
+    Args:
+        place: <comparison>/<strategy>/<repeat>.
+    """
+    run, folder = read_folder(place), place.parent.parent
+    run.name, run.repeats = place.parent.name, [run]
+    planned = planned_of(folder)
+    first = (read_strategy(folder / name) for name in STRATEGIES if name in planned)
+    reference = next((r for r in first if r.numbers or r.status == "not run"), None)
+    if reference and reference.numbers:
+        runs = [run] if reference.place == run.place else [reference, run]
+        Comparison(folder.name, runs, None, of_strategies=True)
+    return run
+
+
+def read_strategy(folder: Path) -> RecordedRun:
+    """Return the repeat with the median speed; with repeats the spread is that of their speeds.
+
+    If a repeat did not complete, the status is that of the first such repeat.
+    """
+    numbers = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit())
+    runs = [read_folder(folder / str(number)) for number in numbers]
+    broken = [run for run in runs if run.status != "completed"]
+    completed = [run for run in runs if run.status == "completed"]
+    completed.sort(key=lambda run: run.numbers.get("samples_per_second", 0))
+    if completed:
+        run = completed[(len(completed) - 1) // 2]
+    else:
+        run = broken[0] if broken else RecordedRun(folder, [], status="not run")
+    run.name, run.repeats = folder.name, completed
+    if broken:
+        run.status = broken[0].status
+        run.reason = f"{broken[0].reason} (in {broken[0].place}/log.txt)"
+    if len(completed) > 1 and "samples_per_second" in run.numbers:
+        slowest, fastest = (completed[end].numbers["samples_per_second"] for end in (0, -1))
+        run.numbers |= {"samples_per_second_low": slowest, "samples_per_second_high": fastest}
+    return run
+
+
+def compare_facts(a: RecordedRun, b: RecordedRun) -> list[Difference]:
+    """Return what differs between two runs besides their losses."""
+    key = "learning_rate" if a.of_trainer else "lr"
+    rates = [{r["step"]: r[key] for r in run.records if r.get(key)} for run in (a, b)]
+    other = [s for s in rates[0] if s in rates[1] and relative(rates[0][s], rates[1][s]) > 1e-9]
+    return differences_of(a.results, b.results, min(other, default=0))

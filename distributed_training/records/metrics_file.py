@@ -1,0 +1,173 @@
+"""metrics.jsonl, one JSON object for each optimizer step and evaluation, and its curve loss.png."""
+
+import functools
+import json
+import logging
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from distributed_training import console
+from distributed_training.errors import first_line
+from distributed_training.files.atomic import (
+    TemporaryFolder,
+    only_finite,
+    write_atomically,
+    write_text,
+)
+
+FILE = "metrics.jsonl"
+# Keys that only a record of one kind has: of an evaluation, and of the texts generated after it; of
+# a step, and of a choice of --rank_shares auto.
+OF_EVALUATIONS = {"eval_loss", "generated"}
+KINDS = {"loss", "rank_sequences", *OF_EVALUATIONS}
+MOST_LINES = 5  # that a message names
+
+
+def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
+    """Return the records of metrics.jsonl, and the numbers of the lines that cannot be read.
+
+    An incomplete last line, which a killed run may leave, is dropped and not listed.
+
+    Raises:
+        OSError: the file is missing, cannot be read, or is not a regular file.
+    """
+    lines = path.read_bytes().split(b"\n")
+    records, unreadable = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            is_record = record.keys() & KINDS and type(record["step"]) is int
+        except (ValueError, AttributeError, KeyError, RecursionError):
+            is_record = False
+        if is_record:
+            records.append(record)
+        elif number < len(lines):
+            unreadable.append(number)
+    return records, unreadable
+
+
+def unreadable_lines(path: Path, numbers: list[int]) -> str:
+    """Return the message about the lines of metrics.jsonl that cannot be read."""
+    if len(numbers) == 1:
+        return f"{path}: line {numbers[0]} cannot be read and is left out."
+    lines = ", ".join(map(str, numbers[:MOST_LINES]))
+    more = f" and {len(numbers) - MOST_LINES} more" if len(numbers) > MOST_LINES else ""
+    return f"{path}: lines {lines}{more} cannot be read and are left out."
+
+
+class MetricsFile:
+    """The metrics.jsonl that a run writes (rank 0)."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._unwritten = b""  # what did not fit on a full disk
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> "MetricsFile":
+        """Return the file in a run's output folder."""
+        return cls(folder / FILE)
+
+    def cut_at(self, step: int) -> None:
+        """Remove the records after a checkpoint, because these steps are trained again.
+
+        Lines that cannot be read are removed, too, with a notice.
+        """
+        records, unreadable = read_metrics(self.path) if self.path.is_file() else ([], [])
+        if unreadable:
+            console.warn(unreadable_lines(self.path, unreadable))
+        # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
+        # run repeats the evaluation of the checkpoint's own step.
+        kept = [
+            r
+            for r in records
+            if r["step"] < step or (r["step"] == step and not r.keys() & OF_EVALUATIONS)
+        ]
+        write_text(self.path, "".join(json.dumps(only_finite(record)) + "\n" for record in kept))
+
+    def append(self, *records: dict) -> None:
+        """Write records; if the disk is full, print a notice and keep them for the next call."""
+        waiting = self._unwritten
+        self._unwritten += b"".join(json.dumps(only_finite(r)).encode() + b"\n" for r in records)
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                while self._unwritten:  # a nearly full disk may take a part of a line
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        except OSError as error:
+            if not waiting:
+                console.warn(
+                    f"{self.path} cannot be written ({error.strerror}): training continues, and "
+                    "the missing lines are written as soon as there is space."
+                )
+
+
+def use_writable_matplotlib_folder() -> None:
+    """Before matplotlib is imported: give it a temporary folder if it cannot write to its own.
+
+    It would create one itself, which remains: a run ends without the interpreter's shutdown.
+    """
+    given, env = os.environ.get("MPLCONFIGDIR"), os.environ
+    homes = [env.get("XDG_CONFIG_HOME") or "~/.config", env.get("XDG_CACHE_HOME") or "~/.cache"]
+    if not all(map(_can_write, [given] if given else homes)):
+        parent = Path(tempfile.gettempdir())
+        temporary = TemporaryFolder(parent, "distributed_training_matplotlib_", mode=0o700)
+        env["MPLCONFIGDIR"] = str(temporary.path)
+
+
+def _can_write(folder: str) -> bool:
+    """Return whether a folder is writable, or can be created."""
+    path = Path(os.path.expanduser(folder))
+    if not path.is_absolute():  # there is no home folder
+        return False
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    return there.is_dir() and os.access(there, os.W_OK)
+
+
+def why_no_figure() -> str:
+    """Return why no figure can be drawn, and the remedy; "" if matplotlib can be imported."""
+    use_writable_matplotlib_folder()
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
+    try:
+        import matplotlib.figure  # noqa: F401  # takes a second
+    except ImportError as error:
+        return f"{first_line(error)}: pip install matplotlib."
+    return ""
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    console.warn(text)
+
+
+def draw_losses(metrics: Path) -> None:
+    """Draw the training and evaluation losses over the steps into loss.png, next to metrics.jsonl.
+
+    Does nothing if fewer than two steps are logged. Prints a notice if lines cannot be read, or if
+    matplotlib is missing.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    records, unreadable = read_metrics(metrics)
+    if unreadable:
+        console.warn(unreadable_lines(metrics, unreadable))
+    trained, evaluated = (
+        [(record["step"], record[key]) for record in records if record.get(key) is not None]
+        for key in ("loss", "eval_loss")
+    )
+    if len(trained) < 2:
+        return
+    if problem := why_no_figure():
+        _warn_once(f"{metrics.with_name('loss.png')} is not drawn: {problem}")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.plot(*zip(*trained, strict=True), color="#56B4E9", linewidth=1, label="training")
+    if evaluated:
+        axes.plot(*zip(*evaluated, strict=True), "o-", color="#D55E00", label="evaluation")
+    axes.legend(frameon=False)
+    save = partial(figure.savefig, format="png", dpi=100)
+    write_atomically(metrics.with_name("loss.png"), save)

@@ -1,0 +1,232 @@
+"""What a run recorded: reads its files, and computes the numbers that a comparison shows.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distributed_training.checkpoints.recognize import newest_of_trainer
+from distributed_training.errors import UserError
+from distributed_training.files import atomic
+from distributed_training.files.json_types import JsonObject
+from distributed_training.files.user_files import shown
+from distributed_training.records.agreement import TOLERANCES, Agreement, Curve, Tolerance
+from distributed_training.records.metrics_file import read_metrics
+from distributed_training.records.results_types import PHASES, wrong_key
+from distributed_training.strategies.table import STRATEGIES
+
+# In torchrun's report of the ranks that exited. The one that was killed need not be the first.
+KILLED = re.compile(r"exitcode\s*: -9 ")
+STATES = ("parameters", "gradients", "optimizer")
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass
+class RecordedRun:
+    """What a run recorded, and how it ended."""
+
+    place: Path  # the output folder, or the file of Trainer
+    records: list[dict]  # of metrics.jsonl, or Trainer's log_history
+    results: dict = field(default_factory=dict)  # results.json; {} for Trainer
+    seconds: int | None = None  # of the whole process, if compare_strategies.sh started it
+    # completed, skipped, oom, timeout, failed, interrupted, not run, or as in results.json
+    status: str = "completed"
+    reason: str = ""  # why the run did not complete
+    numbers: JsonObject = field(default_factory=dict)  # see `numbers_of`; {} if not measured
+    repeats: list[RecordedRun] = field(default_factory=list)  # this one too; see `read_strategy`
+    name: str = ""  # in the report
+    unreadable: list[int] = field(default_factory=list)  # numbers of lines of metrics.jsonl
+    # With the reference; `Comparison` fills it in.
+    agreement: Agreement = field(default_factory=Agreement)
+
+    @property
+    def of_trainer(self) -> bool:
+        return self.place.is_file()
+
+    def curve(self, key: str) -> Curve:
+        """Return the values of "loss", "grad_norm" or "eval_loss"; a loss of null is NaN.
+
+        Norms that are missing, or not finite because fp16 overflowed, are left out.
+        """
+        found, first = {}, 1
+        for record in self.records:
+            if key not in record:
+                continue
+            step, value = record["step"], record[key]
+            # Trainer's loss is the mean since its last record.
+            start = first if self.of_trainer and key == "loss" else step
+            first = step + 1
+            if key != "grad_norm":
+                found[start, step] = math.nan if value is None else value
+            elif isinstance(value, float | int) and 0 <= value < math.inf:
+                found[step, step] = value
+        return found
+
+    @property
+    def in_tf32(self) -> bool:
+        """Return whether fp32 matrices were multiplied in TF32."""
+        # Earlier versions used it on every GPU, and did not record it.
+        allowed = self.results.get("tf32", self.results.get("device") == "cuda")
+        return allowed and self.results.get("precision") == "fp32"
+
+    @property
+    def rounding(self) -> Tolerance:
+        """Return the entry of TOLERANCES for the precision of the run."""
+        precision = self.results.get("precision", "fp32")
+        return TOLERANCES["tf32" if self.in_tf32 else precision]
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Read an output folder, or the trainer_state.json of Hugging Face's Trainer or its folder.
+
+    Raises:
+        UserError: there is no run.
+    """
+    if any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
+        return read_folder(path)
+    file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"
+    if not isinstance(history := _read_json(file).get("log_history"), list):
+        known = "an output folder with results.json and metrics.jsonl, or a trainer_state.json"
+        raise UserError(f"{shown(path)} is no run: name {known}.")
+    return RecordedRun(file, history)
+
+
+def read_folder(path: Path) -> RecordedRun:
+    """Read the output folder of a run, which has failed if its files have no numbers.
+
+    Raises:
+        UserError: a value in results.json has another type.
+    """
+    run = RecordedRun(path, [], _read_json(path / "results.json"))
+    if key := wrong_key(run.results):
+        raise UserError(f"{shown(path / 'results.json')} is damaged: the type of {key}.")
+    run.seconds = next((int(line) for line in _outcome(path)[1:] if line.isdigit()), None)
+    with contextlib.suppress(OSError):
+        run.records, run.unreadable = read_metrics(path / "metrics.jsonl")
+    run.status, run.reason = _status(path, run.results)
+    if run.status == "completed":
+        try:
+            run.numbers = numbers_of(run.results)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            run.status = "failed"  # or --eval_only
+            run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
+    return run
+
+
+def _status(folder: Path, results: dict) -> tuple[str, str]:
+    """Return (status, reason) of a run.
+
+    compare_strategies.sh adds log.txt and outcome.txt: "exit N", "timeout N" or "interrupted", and
+    in the second line the seconds that the run took.
+    """
+    outcome, log = _outcome(folder)[0], read_text(folder / "log.txt")
+    status = results.get("status") or "failed"
+    reason = results.get("reason") or last_error(log) or outcome
+    if outcome.startswith(("timeout", "interrupted")):
+        return outcome.split()[0], f"{outcome} s" if "timeout" in outcome else "by the user"
+    if KILLED.search(log):
+        return "oom", "a rank was killed by SIGKILL, probably because the host's memory was full"
+    if results.get("error_kind") == "missing_requirement":
+        return "skipped", reason
+    if outcome not in ("", "exit 0") and status != "oom":
+        return "failed", reason
+    return status, "" if status == "completed" else reason
+
+
+def _outcome(folder: Path) -> list[str]:
+    """Return the lines of outcome.txt, at least one."""
+    return read_text(folder / "outcome.txt").splitlines() or [""]
+
+
+def last_error(log: str) -> str:
+    """Return the script's first error line in a log, or else the last line with a letter or digit.
+
+    Later error lines are of ranks that the launcher stops after the first failure.
+    """
+    lines = [line.strip() for line in log.splitlines() if any(map(str.isalnum, line))]
+    marked = [line.removeprefix("❌ ") for line in lines if line.startswith("❌")]
+    return marked[0] if marked else (lines or [""])[-1]
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; "" if there is none."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _read_json(path: Path) -> dict:
+    """Return the object in a JSON file; {} if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        value = atomic.read_json(path)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+# -------------------------------------------------------------------------------- numbers of a run
+
+
+def numbers_of(results: dict) -> JsonObject:
+    """Return the numbers of a run that a comparison shows; docs/COMPARISON.md explains the keys.
+
+    Memory is that of the rank that holds most.
+
+    Raises:
+        LookupError, TypeError, ValueError or the like: results.json lacks a number.
+    """
+    memory, on_gpu = results["memory"], results["device"] == "cuda"
+    ranks = [memory[f"{where}categories_bytes_by_rank"] for where in ("device_", "")]
+    device, anywhere = max(zip(*ranks, strict=True), key=lambda rank: states_of(rank[0]))
+    planned = memory.get("predicted_bytes") or {}
+    numbers = {
+        "memory_bytes": max(memory["peak_bytes"]) if on_gpu else states_of(device),
+        "planned_bytes": (planned["peak"] if on_gpu else states_of(planned)) if planned else None,
+        "categories": {kind: device[kind] for kind in STATES},
+        "host_categories": {k: anywhere[k] - device[k] for k in ("gradients", "optimizer")},
+        "host_bytes": max(memory["host_peak_bytes"]),
+        "nvme_bytes": memory["nvme_bytes"],
+    }
+    if results.get("simulated_world_size"):
+        return numbers
+    collectives, phases = results.get("communication_per_step"), results["step_phases_seconds"]
+    # The median step: in a short run 5 s of other load changed the mean by 9 percent. The spread is
+    # that of the middle 80 percent of the steps.
+    speed, low, high = (
+        results["global_batch_size"] / results["step_seconds"][key]
+        for key in ("median", "p90", "p10")
+    )
+    return numbers | {
+        "samples_per_second": speed,
+        "samples_per_second_low": low,
+        "samples_per_second_high": high,
+        "tokens_per_second_per_gpu": float(results["tokens_per_second_per_gpu"]),
+        **{f"{phase}_seconds": phases[phase] for phase in PHASES},
+        "step_seconds": sum(phases.values()),
+        "paper_volume": STRATEGIES[results["strategy"]].paper_volume,
+        "final_loss": float(results["train_loss_last"]),
+        "bits_per_byte": results.get("bits_per_byte"),  # earlier versions recorded none
+        "volume": collectives and volume_of(collectives) / results["parameters"],
+        "sent_bytes": results.get("communication_bytes_per_step"),
+    }
+
+
+def states_of(sizes: dict[str, float]) -> float:
+    """Return the sum of the model states in a dict of bytes by kind."""
+    return sum(sizes[kind] for kind in STATES)
+
+
+def volume_of(collectives: dict) -> float:
+    """Return the number of elements in the collectives, as in the ZeRO paper.
+
+    An all-reduce counts twice (arXiv 1910.02054, section 7).
+    """
+    total = 0.0
+    for name, entry in collectives.items():
+        kind, dtype = name.split(" ")
+        elements = entry["message_bytes"] / ITEM_BYTES.get(dtype, 1)
+        total += 2 * elements if kind == "all_reduce" else elements
+    return total

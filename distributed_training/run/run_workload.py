@@ -1,0 +1,40 @@
+"""The workload of a run in progress, for its memory estimate."""
+
+from distributed_training.data.batches import initial_counts
+from distributed_training.memory.fit import check_is_planned
+from distributed_training.ranks.context import DistContext
+from distributed_training.settings.settings import Settings
+from distributed_training.workload.architectures import Architecture
+from distributed_training.workload.workload import Device, Kernels, OwnRank, Workload, adapters
+
+
+def workload_of_run(
+    settings: Settings, ctx: DistContext, model: Architecture, seq_length: int
+) -> Workload:
+    """Describe a run for the memory estimate.
+
+    Raises:
+        UserError: the estimate does not support the run (see `check_is_planned`).
+    """
+    chosen, training = settings.model, settings.training
+    check_is_planned(settings.strategy, training.eval_only)
+    return Workload(
+        model,
+        ctx.world_size,
+        training.batch_size,
+        seq_length,
+        ctx.precision,
+        chosen.gradient_checkpointing,
+        training.gradient_accumulation_steps,
+        device=Device(ctx.device.type, ctx.capability),
+        rank=OwnRank(
+            number=0 if ctx.simulated else None,
+            share=initial_counts(training, ctx)[ctx.rank] / training.batch_size,
+        ),
+        lora=adapters(
+            model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit, chosen.lora_dora
+        ),
+        kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
+        optimizer=training.optim,
+        reduce_dtype=settings.strategy.reduce_dtype,
+    )

@@ -1,0 +1,192 @@
+"""Measures each optimizer step: its time by phase, what it communicates, and the memory of one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distributed_training.loss_chunks import fits_in_graph
+from distributed_training.memory.measure import AFTER, MemoryByPhase, StepMemory
+from distributed_training.model.spec import ModelSpec
+from distributed_training.ranks.comm_volume import Traffic
+from distributed_training.ranks.context import DistContext
+from distributed_training.records.results_types import PHASES
+from distributed_training.strategies.objects import TrainingObjects
+from distributed_training.train_state import TrainState
+
+
+def loss_bytes(
+    objects: TrainingObjects, spec: ModelSpec, state: TrainState, compiled: bool, ctx: DistContext
+) -> Callable[[], int]:
+    """Return a function that returns the bytes which the loss keeps until its backward pass."""
+    vocabulary = spec.text_config.vocab_size
+
+    def kept_by_loss() -> int:
+        # Of the step that is measured, which is not counted yet.
+        tokens = state.ranks.at(state.step + 1)[ctx.rank] * spec.seq_length
+        if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32
+            return 4 * tokens * vocabulary
+        if compiled and fits_in_graph(tokens, vocabulary, ctx.device.type):
+            return ctx.dtype.itemsize * tokens * vocabulary  # the logits
+        return objects.module.get_output_embeddings().kept_bytes
+
+    return kept_by_loss
+
+
+def create_meter(
+    ctx: DistContext,
+    memory: MemoryByPhase,
+    step_memory: StepMemory,
+    state: TrainState,
+    skipped: tuple[int, ...] = (),
+) -> StepMeter:
+    """Return the meter of this rank's steps, which measures the memory of the last one.
+
+    Args:
+        skipped: steps of --skip_steps, which the meter does not count.
+    """
+    measured = state.total_steps - sum(state.step < step <= state.total_steps for step in skipped)
+    if state.patience:  # early stopping may end the run at any step, so an early one is measured
+        measured = min(measured, state.step + 5)
+    return StepMeter(memory, step_memory, ctx.monitor.watchdog.traffic, state.step, measured)
+
+
+@dataclass
+class StepMeter:
+    """Time, memory and traffic of each optimizer step of this rank.
+
+    A step starts at the end of the previous update and ends at the end of its own update. On a GPU
+    the meter records CUDA events and reads them only in `read`: reading a clock after a kernel
+    launch would time the launch, and waiting for the kernels would slow training down.
+    """
+
+    memory: MemoryByPhase  # of the phases of the first step
+    step_memory: StepMemory  # of the step with the number `measured_step`
+    traffic: Traffic
+    first_step: int  # steps before those of this process
+    measured_step: int
+    # Seconds by phase (see PHASES) of each step that has been read.
+    steps: list[dict[str, float]] = field(default_factory=list)
+    first_step_at: float | None = None  # end of the first step, in seconds since 1970
+
+    def __post_init__(self) -> None:
+        self.step = self.first_step  # steps that have ended
+        self._cuda = self.memory.device.type == "cuda"
+        self._marks: list[tuple[str | None, Any]] = []  # phase, and a CUDA event or seconds
+        self._now = dict.fromkeys(PHASES, 0.0)  # seconds of the step that has not ended
+        self._last: Any = None  # the last mark that was read
+
+    @property
+    def _measures_memory(self) -> bool:
+        return self.step + 1 == self.measured_step
+
+    def pause(self) -> None:
+        """Exclude the time and the traffic since the last mark (a save, an evaluation)."""
+        self.traffic.discard()
+        self._mark_time(None)
+
+    def mark(self, phase: str) -> None:
+        """Assign the time and the memory since the last mark to a phase of the step (PHASES)."""
+        self._mark_time(phase)
+        name = "optimizer_step" if phase == "update" else phase
+        self.memory.doing = AFTER[name]
+        is_first = self.step == self.first_step and phase != "data"
+        if is_first or self._measures_memory:
+            self.memory.peak.mark()
+        if is_first:
+            self.memory.note(name, mark=False)
+        if self._measures_memory:
+            if phase == "data":
+                self.step_memory.begin()
+                self.traffic.aside = self.step_memory.slows_down
+            else:
+                self.step_memory.mark(phase)
+            self._mark_time(None)  # the next phase excludes the measurement itself
+
+    def after_backward(self) -> None:
+        """Count the live tensors of the measured step: after backward all model states exist."""
+        self.memory.doing = "the update"
+        if self._measures_memory:
+            self.step_memory.after_backward()
+            self._mark_time(None)
+
+    def end_step(self) -> None:
+        """End the step; the next one starts at the last mark."""
+        self._marks.append(("end", None))
+        self.traffic.end_step()
+        if self._measures_memory:
+            self.step_memory.end()
+            self.traffic.aside = False
+            self._mark_time(None)
+        self.step += 1
+
+    def _mark_time(self, phase: str | None) -> None:
+        moment: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
+        if self._cuda:
+            moment.record()
+        self._marks.append((phase, moment))
+
+    def read(self) -> list[float]:
+        """Append the steps that have ended to `steps`; on a GPU this waits for their kernels.
+
+        Returns:
+            The seconds of each of these steps.
+        """
+        if self._cuda and self._marks:
+            torch.cuda.synchronize()
+        known = len(self.steps)
+        for phase, moment in self._marks:
+            if phase == "end":
+                self.steps.append(self._now)
+                self._now = dict.fromkeys(PHASES, 0.0)
+                continue
+            if phase is not None and self._last is not None:
+                last = self._last
+                seconds = last.elapsed_time(moment) / 1000 if self._cuda else moment - last
+                self._now[phase] += seconds
+            self._last = moment
+        self._marks.clear()
+        if self.first_step_at is None and self.steps:
+            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.steps[1:])
+        return [sum(step.values()) for step in self.steps[known:]]
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of slow first steps (compilation, first allocations) that averages exclude."""
+        return min(5, (self.step - self.first_step) // 4)
+
+    def speed(self, work: list[tuple[int, int]]) -> dict:
+        """Return throughput and step times, without the warm-up steps, by keys of results.json.
+
+        A step that was slowed down by the measurement of its memory is excluded, if others exist.
+
+        Args:
+            work: sequences and tokens of each step in `steps`, over all ranks.
+        """
+        if not work:
+            return {"warmup_steps_excluded": 0}
+        slow = self.measured_step - 1 - self.first_step if self.step_memory.slows_down else None
+        after_warmup = range(self.warmup_steps, len(work))
+        chosen = [index for index in after_warmup if index != slow] or [*after_warmup]
+        steps = [self.steps[index] for index in chosen]
+        samples, tokens = (sum(column) for column in zip(*(work[i] for i in chosen), strict=True))
+        seconds = sorted(sum(step.values()) for step in steps)
+        return {
+            "warmup_steps_excluded": self.warmup_steps,
+            "samples_per_second": samples / sum(seconds),
+            "tokens_per_second": tokens / sum(seconds),
+            "step_seconds": {
+                "median": statistics.median(seconds),
+                "p10": seconds[int(0.1 * (len(seconds) - 1))],
+                "p90": seconds[math.ceil(0.9 * (len(seconds) - 1))],
+            },
+            "step_phases_seconds": {
+                name: statistics.mean(step[name] for step in steps) for name in PHASES
+            },
+        }

@@ -1,0 +1,69 @@
+"""Which model is trained, and how its forward pass is computed."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from distributed_training.known_models import EMBEDDED_MODEL
+from distributed_training.settings import flag_types
+from distributed_training.settings.fields import flag, switch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model: its origin, its adapters, its forward pass."""
+
+    title: ClassVar[str] = "Model"
+
+    model: str = flag(
+        EMBEDDED_MODEL,
+        flag_types.place,
+        (
+            "tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
+            "another causal language model on the Hugging Face hub, or a local folder"
+        ),
+    )
+    model_revision: str | None = flag(
+        None,
+        flag_types.label,
+        "branch, tag or commit of a model on the hub (default: main)",
+        metavar="REV",
+    )
+    from_scratch: bool = switch(
+        False, "take the architecture only; random weights drawn from --seed"
+    )
+    dropout: float | None = flag(
+        None, flag_types.probability, "dropout probability (default: the model's own)"
+    )
+    fused_gelu: bool = switch(
+        True, "compute GPT-2's activation as gelu_new, not as the same function in one kernel"
+    )
+    gradient_checkpointing: bool = switch(
+        False, "recompute activations in the backward pass to save memory"
+    )
+    lora_r: int | None = flag(
+        None,
+        flag_types.rank_of_adapters,
+        "train adapters of this rank (LoRA) only (default: train the whole model)",
+        metavar="R",
+    )
+    lora_alpha: float | None = flag(
+        None, flag_types.positive_float, "scale adapters by A / R (default: 2 R)", metavar="A"
+    )
+    lora_dropout: float = flag(0.0, flag_types.probability, "dropout before the adapters")
+    lora_rslora: bool = switch(False, "scale adapters by A / √R instead of A / R (rsLoRA)")
+    lora_dora: bool = switch(
+        False, "also train the magnitude of each output of the adapted layers (DoRA)"
+    )
+    lora_targets: str | None = flag(
+        None,
+        flag_types.label,
+        "ends of the names of layers, or all-linear (default: the architecture's usual)",
+        metavar="LIST",
+    )
+    merge_lora: bool = switch(
+        False, "export the whole model with the adapters added, instead of the adapters"
+    )
+    load_in_4bit: bool = switch(
+        False, "keep frozen weights in 4 bits (QLoRA); needs --lora_r and bitsandbytes"
+    )
+    compile: bool = switch(False, "compile the transformer blocks and the loss with torch.compile")

@@ -1,0 +1,149 @@
+"""How the model is trained: batches, steps, optimizer, precision, evaluations."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from distributed_training.optimizers import OPTIMIZERS
+from distributed_training.settings import flag_types
+from distributed_training.settings.fields import COMPUTED, flag, switch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """Batches, steps, learning rate, optimizer, precision and evaluations."""
+
+    title: ClassVar[str] = "Training"
+
+    batch_size: int = flag(
+        4,
+        flag_types.batch_or_auto,
+        "sequences per GPU in a micro-batch; auto: as many as fit, see --global_batch_size",
+        metavar="N",
+    )
+    global_batch_size: int | None = flag(
+        None,
+        flag_types.batch,
+        "sequences of an optimizer step on all ranks; determines the accumulation",
+        metavar="N",
+    )
+    eval_batch_size: int | None = flag(
+        None,
+        flag_types.batch,
+        "sequences per GPU in a batch of an evaluation (default: --batch_size)",
+        metavar="N",
+    )
+    rank_shares: tuple[float, ...] | str | None = flag(
+        None,
+        flag_types.shares,
+        "unequal GPUs: the share of each rank (or of the ranks of each node) in a micro-batch of "
+        "--batch_size × ranks, such as 3,2,1; auto: measure and choose (default: equal)",
+        metavar="LIST",
+    )
+    gradient_accumulation_steps: int = flag(1, flag_types.batch, "micro-batches per optimizer step")
+    auto_micro_batch: bool = switch(
+        False, "if memory runs out at the start, halve --batch_size, double accumulation"
+    )
+    epochs: int | None = flag(
+        None, flag_types.epochs, "passes over the data (default: 1, or what --max_steps needs)"
+    )
+    max_steps: int | None = flag(None, flag_types.max_steps, "stop after this many optimizer steps")
+    skip_steps: tuple[int, ...] = flag(
+        (),
+        flag_types.list_of_steps,
+        "optimizer steps, such as 1234,1300, whose batches are not trained on",
+        metavar="LIST",
+    )
+    lr: float = flag(
+        COMPUTED,
+        flag_types.real(1000),
+        "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)",
+    )
+    lr_scheduler: str = flag(
+        "linear",
+        flag_types.choice,
+        "decay after warm-up; wsd: stable until the last --decay_ratio of the steps",
+        choices=("linear", "cosine", "constant", "wsd"),
+    )
+    decay_ratio: float = flag(
+        0.1, flag_types.real(1), "wsd: the decay as a share of all steps, rounded up"
+    )
+    decay_type: str = flag(
+        "linear", flag_types.choice, "wsd: the form of the decay", choices=("linear", "1-sqrt")
+    )
+    min_lr_ratio: float = flag(0.0, flag_types.probability, "share of --lr at which the decay ends")
+    warmup_steps: int = flag(
+        0, flag_types.whole(0, flag_types.MOST_STEPS), "steps of linear warm-up"
+    )
+    warmup_ratio: float = flag(
+        0.0, flag_types.real(1, zero=True), "warm-up as a share of all steps, rounded up"
+    )
+    optim: str = flag(
+        "adamw",
+        flag_types.choice,
+        "adamw, adamw_8bit (bitsandbytes), adafactor, muon, sgd, or Trainer's name of one of them",
+        metavar="NAME",
+        choices=tuple(OPTIMIZERS),
+    )
+    adam_beta1: float = flag(0.9, flag_types.probability, "AdamW's decay of the first moment")
+    adam_beta2: float = flag(0.999, flag_types.probability, "AdamW's decay of the second moment")
+    adam_epsilon: float = flag(1e-08, flag_types.positive_float, "AdamW's epsilon")
+    weight_decay: float = flag(0.01, flag_types.natural_float, "none on biases and norms")
+    max_grad_norm: float = flag(
+        1.0, flag_types.natural_float, "clip the gradient's norm; 0 = never"
+    )
+    device: str = flag(
+        "auto",
+        flag_types.choice,
+        "auto: the GPUs if there are any. cpu: train on the CPU, also if there are GPUs",
+        choices=("auto", "cpu"),
+    )
+    precision: str = flag(
+        "auto",
+        flag_types.precision,
+        "auto: bf16 where the device does it well, fp16 on older GPUs, else fp32",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    seed: int = flag(42, flag_types.whole(0, 2**63 - 1), "weights, order of the data, dropout")
+    deterministic: bool = switch(False, "only deterministic kernels (slower)")
+    eval: bool = switch(True, "no evaluation (default: after each epoch)")
+    eval_first: bool = switch(False, "also evaluate before training")
+    eval_only: bool = switch(False, "evaluate and do not train")
+    eval_every: int | None = flag(
+        None,
+        flag_types.steps,
+        "evaluate every N optimizer steps and at the end, instead of after each epoch",
+        metavar="N",
+    )
+    generate_every_eval: bool = switch(
+        False, "continue the texts of --generate after each evaluation as well"
+    )
+    early_stopping_patience: int | None = flag(
+        None,
+        flag_types.positive_int,
+        "stop after K evaluations without improvement (default: never)",
+        metavar="K",
+    )
+    load_best_at_end: bool = switch(
+        False, "end with the weights of the best evaluation (default: the last)"
+    )
+    eval_samples: int | None = flag(
+        None, flag_types.tokens, "sequences to evaluate (default: --num_samples, else all)"
+    )
+
+    def global_batch(self, world_size: int) -> int:
+        """Return the sequences of an optimizer step, over all ranks."""
+        return self.batch_size * self.gradient_accumulation_steps * world_size
+
+
+def default_learning_rate(optim: str, random_weights: bool, adapters: bool) -> float:
+    """Return --lr for a run without it.
+
+    Args:
+        random_weights: the model has random weights, or is the embedded one.
+        adapters: only adapters are trained.
+    """
+    if rate := OPTIMIZERS[optim].lr:
+        return rate
+    # At 1e-3 the embedded model's loss sometimes jumps; at such a step rounding differences
+    # between strategies become visible.
+    return 5e-4 if random_weights else 2e-4 if adapters else 5e-5

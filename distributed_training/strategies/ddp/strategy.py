@@ -1,0 +1,45 @@
+"""dp: every rank holds all model states; the ranks average the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distributed_training.strategies.ddp.memory import terms_of_ddp
+from distributed_training.strategies.strategy import Strategy
+from distributed_training.workload.activations import Term
+from distributed_training.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from distributed_training.strategies.optimizer_shards import ShardedState
+
+
+@dataclass(frozen=True)
+class DDP(Strategy):
+    """A strategy of DistributedDataParallel, which replicates all model states."""
+
+    engine = "ddp"
+
+    def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
+        """See the base class."""
+        return terms_of_ddp(work)
+
+    def communication_hook(self, simulated: bool) -> Callable[..., Any] | None:
+        """Return the hook that replaces DDP's all-reduce of a bucket; None: DDP's own, in fp32.
+
+        Args:
+            simulated: with --simulate_gpus.
+        """
+        from distributed_training.strategies.ddp import hooks
+
+        return hooks.communication_hook(self.reduce_dtype, simulated)
+
+    def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
+        """See the base class."""
+        from distributed_training.strategies.ddp.states import WholeState
+
+        return WholeState(model, optimizer, device)

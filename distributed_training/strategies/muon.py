@@ -1,0 +1,109 @@
+"""--optim muon: Muon for the matrices of the transformer blocks, AdamW for all other parameters.
+
+Muon (Liu et al., arXiv 2502.16982) replaces the momentum of a matrix by the nearest matrix whose
+singular values are all equal, so that the weight moves equally far in each direction.
+torch.optim.Muon computes it by five Newton-Schulz iterations in bf16. They need the whole matrix:
+under FSDP each rank gathers the momentum, computes the whole update, and applies its own rows.
+
+The update of a matrix of A × B is scaled by 0.2 · √max(A, B): the root mean square of its elements
+becomes 0.2, which is usual for AdamW, so that one --lr serves both optimizers. Neither this factor
+nor the iterations change if a matrix is transposed, as in GPT-2's layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed_training.strategies.optimizer_shards import MOMENTS, MOMENTUM
+from distributed_training.strategies.wrapped import is_dtensor, local_part
+
+DECAY = 0.95  # of the momentum, an average of the gradients
+SCALE = "match_rms_adamw"  # torch.optim.Muon's name of the factor 0.2 · √max(A, B)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon and AdamW as one optimizer.
+
+    Attributes:
+        adamw: AdamW for the groups without "momentum"; None if there are none. It has the same
+            groups and states as this optimizer.
+    """
+
+    def __init__(
+        self, groups: list[dict], lr: float, betas: tuple[float, float], epsilon: float
+    ) -> None:
+        super().__init__(groups, {"lr": lr})
+        others = [group for group in self.param_groups if "momentum" not in group]
+        self.adamw = (
+            torch.optim.AdamW(others, betas=betas, eps=epsilon, fused=True) if others else None
+        )
+        if self.adamw:
+            self.adamw.state = self.state
+        self._in_muon = {
+            id(p) for group in self.param_groups if "momentum" in group for p in group["params"]
+        }
+
+    def moments_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of a parameter's states that have an element for each of its own."""
+        return (MOMENTUM,) if id(parameter) in self._in_muon else MOMENTS
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update all parameters that have a gradient; `closure` must be None."""
+        for group in self.param_groups:
+            for parameter in group["params"] if "momentum" in group else ():
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        if self.adamw:
+            self.adamw.step()
+
+    def _update(self, matrix: torch.Tensor, group: dict) -> None:
+        states = self.state[matrix]
+        if not states:
+            states[MOMENTUM] = torch.zeros_like(matrix)
+        # Under dp the whole matrix, under FSDP the rows of this rank.
+        rows, gradient, average = map(local_part, (matrix, matrix.grad, states[MOMENTUM]))
+        average.lerp_(gradient, 1 - group["momentum"])
+        ahead = gradient.lerp(average, group["momentum"])  # Nesterov's momentum
+        update = own_rows(update_of(whole(ahead, matrix), group["lr"]), matrix)
+        # With CPU offload the rows are in host memory, and the update is on the GPU.
+        rows.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(rows.device))
+
+
+def update_of(momentum: torch.Tensor, lr: float) -> torch.Tensor:
+    """Return what torch.optim.Muon adds to a matrix, without weight decay.
+
+    Args:
+        momentum: of the whole matrix, which is used as the gradient of a matrix of zeros.
+    """
+    zeros = nn.Parameter(torch.zeros_like(momentum))
+    zeros.grad = momentum
+    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    torch.optim.Muon([zeros], lr=lr, adjust_lr_fn=SCALE, **options).step()
+    return zeros.detach()
+
+
+def whole(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor that is sharded as `like`, of which this rank has `rows`."""
+    if not is_dtensor(like):
+        return rows
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, **layout).full_tensor()
+
+
+def own_rows(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a whole tensor, without communication; see `whole`."""
+    if not is_dtensor(like):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(like, DTensor)
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
+    return replicated.redistribute(placements=like.placements).to_local()

@@ -1,0 +1,94 @@
+"""From the planner's flags to the workload of a run and the available memory."""
+
+from dataclasses import replace
+
+from distributed_training.cli.parser import Options
+from distributed_training.errors import UserError
+from distributed_training.gpu_generations import HOPPER, TURING
+from distributed_training.memory.find_architecture import find_architecture
+from distributed_training.memory.fit import Devices, Limits, host_memory
+from distributed_training.settings.data import choose_seq_length
+from distributed_training.units import GB
+from distributed_training.workload.architectures import name_on_hub
+from distributed_training.workload.workload import Device, Kernels, Workload, adapters
+from tools.plan import cost
+from tools.plan.unequal import UnequalGpus
+
+
+def read_workload(args: Options) -> tuple[Options, Workload, Devices]:
+    """Return the arguments with the defaults of --gpus and --seq_length, the workload and limits.
+
+    Raises:
+        UserError: flags do not fit together, or the model cannot be planned.
+    """
+    gpus, per_node = number_of_gpus(args)
+    for flag in ("lora_targets", "lora_dora", "load_in_4bit"):
+        if getattr(args, flag) and not args.lora_r:
+            raise UserError(f"--{flag} needs --lora_r.")
+    if args.solve == "gpus" and not args.gpu_memory:
+        raise UserError("--solve gpus needs --gpu_memory: processes on a CPU share its memory.")
+    cost.is_planned(args)  # raises if its flags do not fit together
+    model = find_architecture(args.model)
+    length = choose_seq_length(args.seq_length, args.model, model.limit)
+    args = args.replace(model=name_on_hub(args.model), gpus=gpus, seq_length=length)
+    work = Workload(
+        model,
+        gpus,
+        args.batch_size,
+        length,
+        args.precision,
+        args.gradient_checkpointing,
+        args.gradient_accumulation_steps,
+        # Newer GPUs than those of this capability usually use bf16.
+        device=Device("cuda", TURING if args.precision == "fp16" else HOPPER),
+        lora=adapters(model, args.lora_r, args.lora_targets, args.load_in_4bit, args.lora_dora),
+        kernels=Kernels(not args.no_fused_gelu, args.isolate_documents, args.compile),
+        optimizer=args.optim,
+        reduce_dtype=args.reduce_dtype,
+    )
+    host, nvme = (
+        None if size is None else int(size * GB) for size in (args.host_memory, args.nvme_free)
+    )
+    if args.gpu_memory:
+        limits = [Limits(int(size * GB), host, nvme, per_node) for size in args.gpu_memory]
+    else:
+        # The processes of a node share its memory; it includes what offload keeps in it.
+        limits = [Limits((host or host_memory()) // per_node, None, nvme, per_node)]
+        work = replace(work, device=Device("cpu"))
+    if not is_unequal(args):
+        return args, work, limits[0]
+    of_each = limits if len(limits) == gpus else limits * gpus
+    speeds = args.gpu_speeds or (1.0,) * gpus
+    relative = tuple(speed / max(speeds) for speed in speeds)
+    return args, work, UnequalGpus(tuple(of_each), relative)
+
+
+def is_unequal(args: Options) -> bool:
+    """Return whether memory or speed is given for each GPU."""
+    return bool(args.gpu_speeds) or len(args.gpu_memory or ()) > 1
+
+
+def number_of_gpus(args: Options) -> tuple[int, int]:
+    """Return the number of GPUs, and of those of one node.
+
+    Raises:
+        UserError: two flags have different numbers.
+    """
+    if args.nodes and args.gpus:
+        raise UserError("--nodes and --gpus set the same number: leave one out.")
+    gpus = args.nodes * (args.gpus_per_node or 8) if args.nodes else args.gpus
+    lists = {flag: getattr(args, flag) or () for flag in ("gpu_memory", "gpu_speeds")}
+    counts = {flag: len(values) for flag, values in lists.items()}
+    several = [flag for flag, count in counts.items() if count > 1]
+    if (several or counts["gpu_speeds"]) and args.solve == "gpus":
+        raise UserError("--solve gpus needs equal GPUs: give one --gpu_memory, no --gpu_speeds.")
+    gpus = gpus or max(1, *counts.values())
+    # One size of memory is that of every GPU.
+    for flag in dict.fromkeys([*several, *(["gpu_speeds"] if counts["gpu_speeds"] else [])]):
+        if counts[flag] != gpus:
+            given = f"--{flag} has {counts[flag]} value{'s' if counts[flag] > 1 else ''}"
+            raise UserError(f"{given} for {gpus} GPUs: give one for each GPU.")
+    per_node = min(args.gpus_per_node or 8, gpus)
+    if gpus % per_node:
+        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {per_node}: set it.")
+    return gpus, per_node

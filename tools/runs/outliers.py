@@ -1,0 +1,91 @@
+"""Steps whose loss or gradient norm stands out from the steps before them."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from distributed_training.files.json_types import JsonObject
+
+WINDOW, FEWEST = 16, 8  # records before a step that it is compared with, at most and at least
+MOST = 10  # steps that are named
+
+
+class Limit(NamedTuple):
+    """From where on a value stands out: both must be exceeded."""
+
+    deviations: float  # (value - median) / (1.4826 · median absolute deviation)
+    ratio: float  # value / median
+
+
+# Few steps of a run without bad data exceed them: 0 to 4 of 150 with the embedded model.
+LIMITS = {"loss": Limit(5.0, 1.1), "grad_norm": Limit(8.0, 2.0)}
+# Flags, and their values, that a replay does without.
+OF_A_RESUME = (
+    *("--resume", "--resume_from_checkpoint", "--resume_force"),
+    *("--overwrite", "--overwrite_output_dir"),
+)
+NAMES = {"loss": "loss", "grad_norm": "norm of the gradient"}
+
+
+class Outlier(NamedTuple):
+    """A value that stands out."""
+
+    step: int
+    key: str  # of metrics.jsonl
+    value: float
+    median: float  # of the records before it
+
+    @property
+    def text(self) -> str:
+        """What stands out, for a user."""
+        name = NAMES[self.key]
+        return f"step {self.step}: {name} {self.value:.4g}, before it {self.median:.4g}"
+
+
+def outliers_of(records: list[JsonObject]) -> list[Outlier]:
+    """Return the values of metrics.jsonl that stand out, the largest deviation first.
+
+    A value is compared with the median of up to WINDOW records before it and with their median
+    absolute deviation, which a single other outlier does not change (Rousseeuw and Croux, 1993).
+    Its factor 1.4826 makes it the standard deviation of a normal distribution.
+    """
+    found: list[tuple[float, Outlier]] = []
+    for key, limit in LIMITS.items():
+        before: list[float] = []
+        for record in records:
+            value = record.get(key)
+            if not isinstance(value, float | int):
+                continue
+            if len(before) >= FEWEST:
+                median = statistics.median(before)
+                spread = 1.4826 * statistics.median(abs(each - median) for each in before)
+                beyond = (value - median) / limit.deviations > spread
+                if beyond and value > limit.ratio * median:
+                    deviations = (value - median) / spread if spread else float("inf")
+                    found.append((deviations, Outlier(record["step"], key, value, median)))
+            before = [*before, value][-WINDOW:]
+    return [outlier for _, outlier in sorted(found, key=lambda each: -each[0])]
+
+
+def replay_command(results: JsonObject, folder: Path, step: int) -> str:
+    """Return the command that repeats a step of a run on the same number of ranks.
+
+    Args:
+        results: the content of results.json.
+        folder: the output folder of the run.
+    """
+    words = shlex.split(results.get("command") or "python real_model_example.py")
+    if (ranks := results.get("world_size") or 1) > 1:
+        words[:1] = ["torchrun", f"--nproc_per_node={ranks}"]
+    kept, is_dropped = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.partition("=")[0] in OF_A_RESUME
+        if not is_dropped:
+            kept.append(word)
+    if not any(word.partition("=")[0] == "--output_dir" for word in kept):
+        kept += ["--output_dir", str(folder)]
+    return shlex.join([*kept, "--replay", str(step)])
