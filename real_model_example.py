@@ -55,8 +55,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_training import other_optimizers
-from distributed_training.checkpoints.find import find_checkpoint
 from distributed_training.checkpoints.manager import CheckpointManager
 from distributed_training.data import batches
 from distributed_training.data.batches import StepBatch
@@ -143,9 +141,13 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     training = settings.training
     log = StartLog.open(settings, ctx)  # creates and locks <output_dir>, writes results.json
     end = RunEnd.plan(settings, ctx, log.folder)  # where the trained model goes
-    checkpoint = find_checkpoint(settings.output, settings.data, training, ctx, log.folder.path)
+    checkpoint = None
+    if settings.output.resume is not None:
+        from distributed_training.checkpoints.find import find_checkpoint
+
+        checkpoint = find_checkpoint(settings.output, settings.data, training, ctx, log.folder.path)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
-    plan = log.plan_memory(settings, spec)  # the estimate: for advice if memory runs out
+    plan = log.plan_memory(settings, spec)  # plan() estimates: for advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
     # Tokens, cut into sequences: before the weights, because its errors come early. Which rank
     # trains on which sequences is decided in split_over_ranks.
@@ -157,15 +159,20 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     checkpoints = log.folder.checkpoints
     manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
-    state = batches.train_state(counters, datasets.train, training, ctx, plan.rank_limits(ctx))
+    # Only --rank_shares auto needs the sequences that fit the memory of each rank.
+    limits = plan().rank_limits(ctx) if training.rank_shares == "auto" else None
+    state = batches.train_state(counters, datasets.train, training, ctx, limits)
     if log.folder.was_complete_at(state):  # --resume of a completed run
         end.repeat(manager, state.step, autocast(objects, ctx))
         return objects.model
-    run = Run.open(settings, datasets, log, manager, state, HOOKS)  # log and meter of the steps
+    run = Run.open(settings, datasets, log, manager, state, HOOKS.create_balancer)
     # All checks have passed: only now may files of an earlier run be changed.
     run.begin(training, plan, ctx)
     if settings.command.replay and HOOKS.replay:
-        return HOOKS.replay.show(run, training_loop(run, training, ctx), settings, ctx)
+        train_epoch = ENGINES[objects.strategy.engine].train_epoch
+        remaining = partial(rest_of_epoch, run, training, ctx)  # the steps of this epoch
+        loop = TrainingLoop(training, train_epoch, remaining, autocast(objects, ctx))
+        return HOOKS.replay.show(run, loop, settings, ctx)
     eval_loss = train_and_evaluate(run, training, ctx)
     # Writes results.json, and the trained model to <output_dir>/hf: rank 0 gathers one parameter
     # after the other. --generate needs autocast.
@@ -199,7 +206,7 @@ def train_and_evaluate(run: Run, training: TrainingSettings, ctx: DistContext) -
     while True:
         if due and validation.num_sequences:
             run.log.start_evaluation()
-            rank_counts = batches.evaluation_counts(state, training)
+            rank_counts = state.evaluation_counts(training.eval_batch_size or training.batch_size)
             eval_loss = evaluate(run.objects, validation, rank_counts, ctx)
             if eval_loss is None:  # a rank received a stop signal
                 run.stop()  # saves a checkpoint and raises Preempted
@@ -214,16 +221,6 @@ def train_and_evaluate(run: Run, training: TrainingSettings, ctx: DistContext) -
         steps = run.without(training.skip_steps, rest_of_epoch(run, training, ctx))
         train_epoch(run, steps, training, ctx)
         due = state.evaluation_is_due
-
-
-def training_loop(run: Run, training: TrainingSettings, ctx: DistContext) -> TrainingLoop:
-    """Return the training loop of a run for --replay, which repeats steps with it."""
-    return TrainingLoop(
-        training=training,
-        train_epoch=ENGINES[run.objects.strategy.engine].train_epoch,
-        remaining=partial(rest_of_epoch, run, training, ctx),
-        autocast=autocast(run.objects, ctx),
-    )
 
 
 # ========================================================================= the two training loops
@@ -508,8 +505,8 @@ def evaluate(
     divisor = torch.ones((), device=ctx.device)  # the whole sum is divided at the end
     order = np.arange(validation.num_sequences)
     split = split_over_ranks(validation, order, itertools.repeat(counts), 1, ctx)
-    number_of_steps = batches.steps_of(len(order), sum(counts))
-    steps = batches.with_bar(batches.copy_ahead(split, ctx.device), "Evaluation", number_of_steps)
+    steps = batches.copy_ahead(split, ctx.device)
+    steps = batches.with_bar(steps, "Evaluation", len(order), sum(counts))
     for number, step_batch in enumerate(steps):
         # Not for each batch, because this check synchronizes the ranks.
         if number % 8 == 0 and ctx.asked_to_stop():
@@ -542,7 +539,8 @@ def build_ddp(
         )
         if hook := strategy.communication_hook(ctx.simulated):  # all-reduces in --reduce_dtype
             model.register_comm_hook(None, hook)
-    optimizer = create_optimizer(model, settings.training)
+    training = settings.training
+    optimizer = create_optimizer(parameter_groups(model, training), model, training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
@@ -583,7 +581,8 @@ def build_fsdp(
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
     # The optimizer states are sharded because the parameters are.
-    optimizer = create_optimizer(model, settings.training)
+    training = settings.training
+    optimizer = create_optimizer(parameter_groups(model, training), model, training)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
@@ -626,7 +625,7 @@ def build_deepspeed(
             model=model,
             config=strategy.config,
             model_parameters=parameter_groups(model, training),
-            optimizer=partial(other_optimizers.create, model=model, training=training)
+            optimizer=partial(create_optimizer, model=model, training=training)
             if own_optimizer
             else None,
         )
@@ -695,10 +694,13 @@ def parameter_groups(model: nn.Module, training: TrainingSettings) -> list[dict]
     return [group for group in groups if group["params"]]  # plain LoRA has no vectors
 
 
-def create_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
-    """Return AdamW, or another optimizer of --optim."""
-    groups = parameter_groups(model, training)
+def create_optimizer(
+    groups: list[dict], model: nn.Module, training: TrainingSettings
+) -> torch.optim.Optimizer:
+    """Return AdamW, or another optimizer of --optim, for the parameter groups of a model."""
     if training.optim != "adamw":
+        from distributed_training import other_optimizers
+
         return other_optimizers.create(groups, model, training)
     adam = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
     return torch.optim.AdamW(groups, lr=training.lr, **adam, fused=True)

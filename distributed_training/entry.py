@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from distributed_training import console, process
 from distributed_training.cli.check_run import check_run
-from distributed_training.cli.hub import ask_hub
-from distributed_training.cli.parse import read_command_line
-from distributed_training.errors import EXIT_COMPLETED, UserError
+from distributed_training.cli.checks import names_on_hub
+from distributed_training.cli.parse import CommandLine, read_command_line
+from distributed_training.errors import EXIT_COMPLETED, UserError, explain
 from distributed_training.hooks import Hooks
 from distributed_training.rank_shares import AUTO
 from distributed_training.ranks import launch as launching
-from distributed_training.ranks import restart, tuning
+from distributed_training.ranks import tuning
 from distributed_training.settings.command import CommandSettings
-from distributed_training.settings.settings import Settings
+from distributed_training.settings.settings import Hub, Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,36 +54,44 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
         line = read_command_line(argv)
         settings = line.settings
         if process.RESTARTED in os.environ:
+            from distributed_training.ranks import restart  # of --auto_micro_batch
+
             settings = restart.restarted(line)
         quiet, verbose = settings.output.quiet, settings.debug.verbose  # also from a run file
         console.configure(launch.rank, quiet, verbose)
         refuse_launcher(settings.command, launch)
         require_hooks(settings, hooks)
         tuning.choose_hardware(settings.training.device)
-        if settings.run_file.print_config:
-            from distributed_training.cli.print_flags import print_flags  # no run needs it
-
-            print_flags(line, launch, hooks.choose)
-        if settings.command.prove is not None and hooks.prove:
-            # Before the settings of this process, which the runs of --prove would inherit.
-            sys.exit(hooks.prove(settings))
+        # Before the settings of this process, which the runs of --prove would inherit.
+        print_or_prove(line, settings, launch, hooks)
         tuning.tune_process(
             launch, settings.model.compile, settings.training.deterministic, verbose, quiet
         )
         if settings.debug.simulate_gpus:
             launch = launching.simulated(launch, settings.debug.simulate_gpus)
         check_run(settings, is_restart=process.RESTARTED in os.environ)
-        sections = settings.model, settings.data, settings.output, settings.command
-        settings = replace(settings, hub=ask_hub(*sections, launch.is_main, launch.is_node_leader))
+        settings = replace(settings, hub=find_hub(settings, launch))
         for notice in line.notices if launch.is_main and not quiet else ():
             print(f"ℹ️  {notice}")
         if settings.command.prefetch and hooks.prefetch:
             sys.exit(hooks.prefetch(settings, launch))
     except UserError as error:
-        restart.exit_before_start(error, verbose)
+        exit_before_start(error, verbose)
     # The imports that follow create 2 million objects and no garbage: a sixth less CPU time.
     gc.disable()
     return settings, launch
+
+
+def print_or_prove(
+    line: CommandLine, settings: Settings, launch: launching.Launch, hooks: Hooks
+) -> None:
+    """Do what --print_config and --prove ask for, and exit; return without these flags."""
+    if settings.run_file.print_config:
+        from distributed_training.cli.print_flags import print_flags  # no run needs it
+
+        print_flags(line, launch, hooks.choose)
+    if settings.command.prove is not None and hooks.prove:
+        sys.exit(hooks.prove(settings))
 
 
 def refuse_launcher(command: CommandSettings, launch: launching.Launch) -> None:
@@ -114,13 +122,40 @@ def prepare_for_failures(verbose: bool) -> None:
     """Protect the output, and handle stop signals and errors while libraries are imported."""
     process.protect_output()
     if process.RESTARTED in os.environ:
+        from distributed_training.ranks import restart  # of --auto_micro_batch
+
         restart.handle_signals()
     else:
         process.catch_signals(process.ALSO_IF_IGNORED, launching.stopped_before_start)
     # A broken installation, or too little memory.
-    sys.excepthook = lambda _kind, error, _traceback: restart.exit_before_start(
+    sys.excepthook = lambda _kind, error, _traceback: exit_before_start(
         error, verbose or console.verbose
     )
+
+
+def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
+    """Report an error raised before the ranks can communicate, and exit with its exit code."""
+    if process.RESTARTED in os.environ:
+        from distributed_training.ranks import restart  # of --auto_micro_batch
+
+        restart.record_end(explain(error))
+    launching.exit_before_start(error, verbose)
+
+
+def find_hub(settings: Settings, launch: launching.Launch) -> Hub:
+    """Return what is known about the Hugging Face hub, which is asked if the run needs it.
+
+    Raises:
+        UserError: see `ask_hub`.
+    """
+    model, datasets = names_on_hub(settings.model.model, settings.data.dataset)
+    if not (model or datasets or settings.output.push_to_hub):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return Hub(offline=True)
+    from distributed_training.cli.hub import ask_hub  # its probe is for runs that need the hub
+
+    sections = settings.model, settings.data, settings.output, settings.command
+    return ask_hub(*sections, launch.is_main, launch.is_node_leader)
 
 
 def run_on_all_ranks(
@@ -162,7 +197,8 @@ def run_on_all_ranks(
                 return train(repeating, ctx), EXIT_COMPLETED
         return train(chosen, ctx), EXIT_COMPLETED
 
-    run_together(partial(setup_distributed, settings, launch), work, settings.debug.verbose)
+    meet = partial(setup_distributed, settings, launch)
+    run_together(meet, work, partial(exit_before_start, verbose=settings.debug.verbose))
 
 
 def choose_flags(settings: Settings, ctx: DistContext, hooks: Hooks) -> Settings:

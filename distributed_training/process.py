@@ -11,6 +11,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from distributed_training import PACKAGE, PROJECT
@@ -167,3 +168,15 @@ def code_digest() -> str:
     for path in [PROJECT / "real_model_example.py", *sorted(PACKAGE.rglob("*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def prefer_own_ninja() -> None:
+    """Put the ninja that pip installed next to this interpreter first in PATH, if it exists.
+
+    torch builds C++ ops with ninja, and the environment need not be active.
+    """
+    import shutil  # not needed before signals are handled
+
+    folder = str(Path(sys.executable).parent)
+    if shutil.which("ninja", path=folder) and not os.environ.get("PATH", "").startswith(folder):
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -1,13 +1,10 @@
 """Command lines that train nothing themselves: the scripts, and the programs that they run."""
 
 import contextlib
-import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from distributed_training.errors import UserError, explain
@@ -90,13 +87,3 @@ def run_program(
             program.kill()
             raise
     return program.returncode, "".join(lines)
-
-
-def prefer_own_ninja() -> None:
-    """Put the ninja that pip installed next to this interpreter first in PATH, if it exists.
-
-    torch builds C++ ops with ninja, and the environment need not be active.
-    """
-    folder = str(Path(sys.executable).parent)
-    if shutil.which("ninja", path=folder) and not os.environ.get("PATH", "").startswith(folder):
-        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed_training.rank_shares import Entry, RankCounts
+from distributed_training.rank_shares import Entry, RankCounts, divide
 
 # The counters that a checkpoint saves, with their values in a new run.
 NEW_RUN: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "best": None}
@@ -88,6 +88,15 @@ class TrainState:
     def patience(self) -> int | None:
         """The evaluations without improvement that end the run; None: no limit."""
         return self.evaluations.patience
+
+    def evaluation_counts(self, batch_size: int) -> list[int]:
+        """Return the sequences of each rank in a batch of an evaluation, in the shares of a step.
+
+        Args:
+            batch_size: sequences of a rank on average.
+        """
+        counts = self.ranks.at(self.step + 1)
+        return [*divide(batch_size * len(counts), counts, at_least=1)]
 
     def advance(self) -> None:
         """Count one optimizer step."""

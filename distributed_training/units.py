@@ -1,6 +1,7 @@
 """Units of memory, and numbers as people read them."""
 
 import math
+from collections.abc import Iterable
 
 # As nvidia-smi and DeepSpeed count.
 KB = 2**10
@@ -28,3 +29,9 @@ def perplexity_of(loss: float) -> float:
 def human_rate(rate: float) -> str:
     """Three digits or more: 0.714, 46.0, 1,204.5."""
     return f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """Name ranks: "rank 3", "ranks 0, 1, 5"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from distributed_training.hooks import Balancer, Hooks, TrainingLoop
+from distributed_training.hooks import Hooks, TrainingLoop
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distributed_training.files.json_types import JsonObject
     from distributed_training.ranks.context import DistContext
     from distributed_training.ranks.launch import Launch
+    from distributed_training.run.balancing import Balancer
     from distributed_training.run.run import Run
     from distributed_training.settings.settings import Settings
     from distributed_training.strategies.objects import TrainingObjects

@@ -1,7 +1,8 @@
 """Checkpoints: one format for all strategies and any number of ranks, made of data only.
 
 manager    when to save, how to resume, which checkpoints to keep
-signature  what identifies a run, in each checkpoint; whether a checkpoint belongs to the run
+signature  what identifies a run, in each checkpoint
+other_runs whether a checkpoint belongs to the run that resumes it
 find       the checkpoint that --resume selects
 folder     the folder of a run's checkpoints: its marks, and which ones are removed
 contents   what is saved in a checkpoint, and loaded from it

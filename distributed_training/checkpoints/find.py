@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed_training import console
-from distributed_training.checkpoints import signature
+from distributed_training.checkpoints import other_runs, signature
 from distributed_training.checkpoints.format import candidates_in, list_checkpoints
 from distributed_training.checkpoints.verify import find_damage, read_manifest
 from distributed_training.errors import UserError
@@ -53,7 +53,7 @@ def find_checkpoint(
         return None
     path, manifest = found
     current = signature.flags_signature(data, training, ctx.world_size)
-    signature.refuse_other_run(manifest["identity"], current, output.resume_force)
+    other_runs.refuse_other_run(manifest["identity"], current, output.resume_force)
     saved_by, family = manifest["optimizer"], OPTIMIZERS[training.optim].family
     if saved_by not in ("", family):
         raise UserError(

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,20 +20,22 @@ import torch.distributed as dist
 from distributed_training import console
 from distributed_training.checkpoints import signature
 from distributed_training.checkpoints.contents import Contents
-from distributed_training.checkpoints.find import FoundCheckpoint, verify
 from distributed_training.checkpoints.folder import CheckpointFolder
 from distributed_training.checkpoints.writing import write_checkpoint
 from distributed_training.data.opening import Datasets
 from distributed_training.errors import TrainingError
 from distributed_training.files.json_types import JsonObject
-from distributed_training.model.export import TrainedModel
 from distributed_training.model.spec import ModelSpec
+from distributed_training.model.trained_model import TrainedModel
 from distributed_training.ranks.context import DistContext
 from distributed_training.ranks.stop import DelayedFlag
 from distributed_training.settings.output import OutputSettings
 from distributed_training.settings.settings import Settings
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.train_state import NEW_RUN, TrainState
+
+if TYPE_CHECKING:
+    from distributed_training.checkpoints.find import FoundCheckpoint
 
 
 @dataclass
@@ -64,6 +67,9 @@ class CheckpointManager:
     ) -> CheckpointManager:
         """Create the manager of a run, whose checkpoints are in `folder`."""
         training, output = settings.training, settings.output
+        if training.load_best_at_end:
+            # Before the training: a changed installation must not fail the end of the run.
+            from distributed_training.checkpoints import find  # noqa: F401
         identity = signature.run_signature(settings, ctx, spec, datasets.facts, objects.module)
         state = None if training.eval_only else objects.sharded_state(ctx.device)
         return cls(
@@ -102,9 +108,11 @@ class CheckpointManager:
         if found is None:
             return NEW_RUN
         path, manifest = found
+        from distributed_training.checkpoints import other_runs  # only a run that resumes
+
         saved_by, forced = manifest["identity"], self.output.resume_force
-        signature.refuse_other_run(saved_by, self.identity, forced)
-        signature.report_changes(saved_by, self.identity)
+        other_runs.refuse_other_run(saved_by, self.identity, forced)
+        other_runs.report_changes(saved_by, self.identity)
         self._load_weights(path, manifest)
         self.contents.load_progress(manifest)
         counters = manifest["counters"]
@@ -143,6 +151,8 @@ class CheckpointManager:
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
+        from distributed_training.checkpoints.find import verify  # most runs read no checkpoint
+
         manifest, problem = verify(best_folder, self.ctx)
         if problem:
             kept = "cannot be used, so the model keeps the last weights"
@@ -155,6 +165,8 @@ class CheckpointManager:
 
     def load_saved(self, step: int) -> None:
         """Load the weights and optimizer states of a checkpoint that this process has saved."""
+        from distributed_training.checkpoints.find import verify  # most runs read no checkpoint
+
         folder = self.folder.of_step(step)
         manifest, problem = verify(folder, self.ctx)
         if problem:

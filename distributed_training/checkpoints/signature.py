@@ -11,13 +11,9 @@ import os
 
 from torch import nn
 
-from distributed_training import console
-from distributed_training.data.chat import rendering_of
 from distributed_training.data.special_tokens import start_of
-from distributed_training.data.tokenize import tokenizer_fingerprint
-from distributed_training.errors import UserError, same_redacted
+from distributed_training.data.token_cache import tokenizer_fingerprint
 from distributed_training.files.json_types import JsonObject
-from distributed_training.files.user_files import shown
 from distributed_training.model.spec import ModelSpec
 from distributed_training.rank_shares import shown_shares
 from distributed_training.ranks.context import DistContext
@@ -26,20 +22,11 @@ from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.wrapped import full_shape
 
-WHERE = ("in the checkpoint", "in this run")
 INFORMATIONAL_FLAGS = """
     strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
     warmup_ratio decay_ratio decay_type min_lr_ratio adam_beta1 adam_beta2 adam_epsilon optim
     weight_decay max_grad_norm dropout from_scratch lora_dropout fused_gelu
     """.split()
-NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
-# Entries that earlier versions did not write, and their value in the runs of those versions.
-VALUES_BEFORE: JsonObject = {
-    **{"isolate_documents": False, "packing": False, "document_start": None},
-    **{"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0},
-    **{"lora_rslora": False, "lora_dora": False},
-    "train_on": "assistant",
-}
 
 
 def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
@@ -67,7 +54,7 @@ def run_signature(
         dataset: the dataset's entry in results.json.
         module: the model without its wrapper.
     """
-    flags, data, training = settings.flags(), settings.data, settings.training
+    data, training = settings.data, settings.training
     shapes = {name: full_shape(p) for name, p in module.named_parameters()}
     must_match = {
         "parameters": spec.counts.total,
@@ -97,51 +84,29 @@ def run_signature(
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
+    informational = _informational(settings, ctx, spec)
+    return {"hard": must_match, "soft": should_match, "told": informational}
+
+
+def _informational(settings: Settings, ctx: DistContext, spec: ModelSpec) -> JsonObject:
+    """Return the entries whose changes a resumed run only reports."""
+    flags = settings.flags()
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
-    rendering = rendering_of(spec.tokenizer) if data.streaming else None
-    informational |= {
+    rendering = None
+    if settings.data.streaming:
+        from distributed_training.data.chat import rendering_of  # most runs have no template
+
+        rendering = rendering_of(spec.tokenizer)
+    return informational | {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
-        "rank_shares": shown_shares(training.rank_shares),
+        "rank_shares": shown_shares(settings.training.rank_shares),
         "precision": ctx.precision,
         "reduce_dtype": settings.strategy.reduce_dtype,
     }
-    return {"hard": must_match, "soft": should_match, "told": informational}
 
 
 def digest_of(value: object) -> str:
     """Return the SHA-256 hex digest of a JSON value, which may contain tuples."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> None:
-    """Raise a UserError if a checkpoint is another run's; with `forced` only "hard" parts count."""
-    for part in ("hard",) if forced else ("hard", "soft"):
-        if found := differences(saved[part], current[part], *WHERE):
-            advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
-            raise UserError(
-                f"--resume: the checkpoint is of another run: {'; '.join(found)}.{advice}"
-            )
-
-
-def report_changes(saved: JsonObject, current: JsonObject) -> None:
-    """Warn of the differences between two run signatures that are not refused."""
-    for part in ("soft", "told"):
-        if found := differences(saved[part], current[part], *WHERE):
-            console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")
-
-
-def differences(saved: JsonObject, current: JsonObject, then: str, now: str) -> list[str]:
-    """Return a clause about each entry of a part of two run signatures that differs.
-
-    Args:
-        then, now: where the values of `saved` and `current` are.
-    """
-    before = saved and VALUES_BEFORE | saved
-    before |= {new: saved[old] for new, old in NAMES_BEFORE.items() if old in saved}
-    return [
-        f"{key} {shown(before[key])} {then}, {shown(value)} {now}"
-        for key, value in current.items()
-        if key in before and not same_redacted(before[key], value)
-    ]

@@ -9,7 +9,6 @@ from distributed_training.cli import choice as cli_choice
 from distributed_training.cli.flags import IGNORED
 from distributed_training.cli.given import read_flags
 from distributed_training.cli.parser import Options
-from distributed_training.cli.trainer_flags import convert
 from distributed_training.errors import UserError
 from distributed_training.settings.data import Dataset
 from distributed_training.settings.settings import DEFAULTS, FLAGS, AsGiven, Settings
@@ -77,6 +76,8 @@ def complete(
         sources.update(dict.fromkeys(changed, source))
 
     if given & CONVERTED:
+        from distributed_training.cli.trainer_flags import convert  # of another trainer
+
         change("Trainer's flags", **convert(flags))
     checks.refuse_conflicts(flags, given)
     to_choose = cli_choice.take_provisional(flags, given)

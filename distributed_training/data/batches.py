@@ -1,8 +1,10 @@
 """The micro-batches of a run in one order, the same for any number of ranks and any strategy."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -10,13 +12,15 @@ import torch.nn.functional as F
 
 from distributed_training import console
 from distributed_training.data.sequences import MicroBatch, Sequences
-from distributed_training.data.stream_state import StreamState
 from distributed_training.errors import UserError
 from distributed_training.loss_chunks import IGNORED
 from distributed_training.rank_shares import AUTO, RankCounts, divide, of_each_rank
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.train_state import NEW_RUN, EvaluationPlan, TrainState
+
+if TYPE_CHECKING:
+    from distributed_training.data.stream_state import StreamState
 
 
 def steps_of(num_sequences: int, batch: int) -> int:
@@ -153,13 +157,6 @@ def initial_counts(
     return [*divide(count, shares, at_least=1, at_most=rank_limits)]
 
 
-def evaluation_counts(state: TrainState, training: TrainingSettings) -> list[int]:
-    """Return the sequences of each rank in a batch of an evaluation, in the shares of a step."""
-    counts = state.ranks.at(state.step + 1)
-    size = training.eval_batch_size or training.batch_size
-    return [*divide(size * len(counts), counts, at_least=1)]
-
-
 def divide_over_ranks(indices: np.ndarray, rank_counts: list[int]) -> list[np.ndarray]:
     """Divide a micro-batch in the shares of a whole one, which has `rank_counts` sequences."""
     is_whole = len(indices) == sum(rank_counts)  # the usual case; `divide` would return the same
@@ -185,9 +182,11 @@ def seed_dropout(seed: int, step: int, micro_step: int, rank: int) -> None:
     torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0]) >> 1)
 
 
-def with_bar(steps: Iterator[StepBatch], what: str, count: int) -> Iterator[StepBatch]:
-    """Yield the step batches, and show a progress bar of `count` of them."""
-    with console.bar(what, count, "batch") as bar:
+def with_bar(
+    steps: Iterator[StepBatch], what: str, num_sequences: int, batch: int
+) -> Iterator[StepBatch]:
+    """Yield the step batches of so many sequences, and show a progress bar."""
+    with console.bar(what, steps_of(num_sequences, batch), "batch") as bar:
         for step_batch in steps:
             yield step_batch
             bar.update()

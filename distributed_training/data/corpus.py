@@ -10,8 +10,8 @@ from distributed_training import console
 from distributed_training.data.facts import DatasetFacts, SplitFacts
 from distributed_training.data.printing import print_splits, warn_of_no_end
 from distributed_training.data.sequences import Padding, Sequences
+from distributed_training.data.token_cache import TokenizedCorpus, tokenize_corpus
 from distributed_training.data.token_file import TokenFile
-from distributed_training.data.tokenize import TokenizedCorpus, tokenize_corpus
 from distributed_training.errors import UserError
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings

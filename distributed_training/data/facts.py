@@ -11,6 +11,24 @@ class Kinds(TypedDict):
     formats: list[str]  # names of their formats
 
 
+class SplitCounts(Kinds):
+    """What is counted while a split is tokenized."""
+
+    tokens: int
+    rows: int
+    empty: int
+    ended: int  # examples with an answer that ends with a trained end token
+
+
+class TokenizedSplit(SplitCounts):
+    """The facts about the files of a split."""
+
+    dtype: str  # of the token ids
+    vocabulary: int  # the largest token id + 1
+    sha256: str  # of the text
+    tokens_sha256: str  # of the tokens, which a chat template may change with the date
+
+
 class Targets(TypedDict):
     """The tokens with a loss in the sequences of an evaluation."""
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from distributed_training import console
-from distributed_training.data.chat import no_end_notice, notices_about
 from distributed_training.data.facts import SplitFacts
 
 if TYPE_CHECKING:
@@ -49,6 +48,8 @@ def print_format(
 ) -> None:
     """Print the formats that were recognized; set a chat template if conversations need one."""
     if kind == "chat":
+        from distributed_training.data.chat import notices_about  # not for text
+
         for notice in notices_about(tokenizer):
             console.warn(notice)
     console.print0(f"🔎 Format: {', '.join(formats)} ({kind or 'text'})")
@@ -58,4 +59,6 @@ def warn_of_no_end(
     tokenizer: PreTrainedTokenizerBase, is_chat: bool, is_cut: bool, read: int | None = None
 ) -> None:
     """Print that no answer ends with a trained end token; see `chat.no_end_notice`."""
+    from distributed_training.data.chat import no_end_notice  # not for text
+
     console.warn(no_end_notice(tokenizer, is_chat, is_cut, read))

@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from distributed_training.data.conversations import Content, Message, Template, convert
 from distributed_training.data.facts import Kinds
-from distributed_training.data.tools import Tool
 from distributed_training.errors import UserError
 from distributed_training.files.user_files import printable, shown
 from distributed_training.settings.data import DataSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from distributed_training.data.conversations import Content, Message, Template
+    from distributed_training.data.tools import Tool
 
 # A format's name, the keys that its rows have, and further keys that are read. The first that fits
 # is used.
@@ -221,6 +222,8 @@ def read_row(row: object, where: str, options: RowOptions) -> Row | BadRow:
             return Row(where, pieces=[text])
         if lost := [key for key in UNSUPPORTED if row.get(key) and key not in columns.values()]:
             raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
+        from distributed_training.data.conversations import convert  # not for rows of text
+
         content: Content = {"format": name, **convert(values, options.chat_template)}
         return Row(where, **content, trains_all=options.train_on == "all")
     except UnicodeEncodeError:

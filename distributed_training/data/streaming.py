@@ -32,7 +32,7 @@ from distributed_training.data.sources import announce
 from distributed_training.data.stream_slots import BatchSlots
 from distributed_training.data.stream_source import open_for_streaming
 from distributed_training.data.stream_state import Progress, StreamState, new_stream
-from distributed_training.data.tokenize import tokenize_corpus
+from distributed_training.data.token_cache import tokenize_corpus
 from distributed_training.errors import UserError
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings

@@ -10,14 +10,12 @@ An export needs memory for one file of weights on rank 0, and none on the other 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from distributed_training import console
 from distributed_training.data.facts import bits_per_byte
@@ -25,37 +23,10 @@ from distributed_training.errors import FirstError, TrainingError, redact
 from distributed_training.files import atomic
 from distributed_training.files.safetensors_writer import FILE_BYTES, WeightFiles
 from distributed_training.memory.system import host_bytes
-from distributed_training.model.spec import ModelSpec
+from distributed_training.model.trained_model import TrainedModel
 from distributed_training.model.weights import persistent_buffers
-from distributed_training.ranks.context import DistContext
 from distributed_training.settings.output import OutputSettings
-from distributed_training.strategies.objects import TrainingObjects
-from distributed_training.strategies.optimizer_shards import ShardedState
 from distributed_training.units import perplexity_of
-
-
-class TrainedModel(NamedTuple):
-    """A trained model, as it is exported."""
-
-    ctx: DistContext
-    spec: ModelSpec
-    objects: TrainingObjects  # its model is wrapped
-    state: ShardedState | None  # this rank's weights; None with --eval_only
-    identity: dict  # the run signature
-    is_best: bool  # whether the weights are those of the best evaluation, and not the last
-    # Returns a checkpoint with these weights, which may be saved for it, or None.
-    keep_weights: Callable[[], Path | None]
-
-    @property
-    def module(self) -> nn.Module:
-        """The model without its wrapper."""
-        return self.objects.module
-
-    @property
-    def weights(self) -> ShardedState:
-        """This rank's weights; --eval_only exports nothing."""
-        assert self.state is not None
-        return self.state
 
 
 class Target(NamedTuple):

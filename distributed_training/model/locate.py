@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import transformers
@@ -11,7 +10,6 @@ from distributed_training.cli.checks import is_local_model, scratch_without_hub
 from distributed_training.errors import UserError
 from distributed_training.known_models import EMBEDDED_MODEL
 from distributed_training.model.config import gpt2_config, read_config
-from distributed_training.model.download import download
 from distributed_training.model.tokenizer import embedded_tokenizer, read_tokenizer
 from distributed_training.settings.model import ModelSettings
 
@@ -35,18 +33,26 @@ def locate(
         offline: use no network.
     """
     name, what = model_settings.model, f"--model {model_settings.model}"
+
+    def folder_of_model() -> str:
+        """Return the folder of the model, of this machine or of the hub."""
+        if is_local_model(name):
+            return name
+        from distributed_training.model.download import download  # of the hub
+
+        needed = with_weights and not model_settings.from_scratch
+        return download(name, model_settings.model_revision, needed, offline, what)
+
     if name == EMBEDDED_MODEL:
         # Dropout 0, as is usual for pretraining from random weights; --dropout changes it.
         return Located(gpt2_config(name, 0.0, 0), embedded_tokenizer(cache_dir), None, [])
-    needed = with_weights and not model_settings.from_scratch
-    download_it = partial(download, name, model_settings.model_revision, needed, offline, what)
     if is_local_model(name) or not scratch_without_hub(model_settings):
-        folder = name if is_local_model(name) else download_it()
+        folder = folder_of_model()
         config = read_config(folder, what)
         return Located(config, folder, None if model_settings.from_scratch else folder, [])
     config = gpt2_config(name, 0.1, 50256)
     try:
-        folder = download_it()
+        folder = folder_of_model()
         read_tokenizer(folder, what)
         return Located(config, folder, None, [])
     except UserError:

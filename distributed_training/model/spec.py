@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -21,13 +22,14 @@ from distributed_training.model.config import (
     read_config,
     read_generation_config,
 )
-from distributed_training.model.isolation import check_isolation
-from distributed_training.model.lora import Lora
 from distributed_training.model.loss import add_loss, returns_plain_logits
 from distributed_training.model.tokenizer import read_tokenizer
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import choose_seq_length
 from distributed_training.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from distributed_training.model.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,11 @@ class ModelSpec:
         generation = read_generation_config(found["weights"], config)
         with refused_as(weights.NOT_BUILT.format(what)):
             length = choose_seq_length(data.seq_length, name, max_positions(config))
-            lora = Lora.of(model_settings, seed)
+            lora = None
+            if model_settings.lora_r is not None:
+                from distributed_training.model.lora import Lora  # only with the flag
+
+                lora = Lora.of(model_settings, seed)
             source = WeightSource(
                 found["weights"],
                 seed,
@@ -141,6 +147,8 @@ class ModelSpec:
             )
             spec = cls(config, tokenizer, generation, source, length, lora, own_settings)
         if data.isolates_documents:
+            from distributed_training.model.isolation import check_isolation  # only with the flag
+
             check_isolation(config, tokenizer, name, data.packing)
         return spec
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from distributed_training import process
 from distributed_training.errors import EXIT_PREEMPTED, Preempted
-from distributed_training.ranks import restart
 from distributed_training.ranks.context import DistContext
 from distributed_training.ranks.failures import FailureMonitor
 from distributed_training.ranks.stop import StopSignal
@@ -17,7 +16,7 @@ from distributed_training.ranks.stop import StopSignal
 def run_together(
     meet: Callable[[FailureMonitor], DistContext],
     work: Callable[[DistContext], tuple[nn.Module | None, int]],
-    verbose: bool,
+    fail_early: Callable[[BaseException], NoReturn],
 ) -> NoReturn:
     """Call `work(meet(monitor))`, and end the process with all ranks.
 
@@ -26,16 +25,19 @@ def run_together(
     Args:
         meet: initializes the process group, and returns the DistContext.
         work: returns the wrapped model, if any, and the exit code.
+        fail_early: reports an error before the ranks can communicate, and exits.
     """
     monitor = FailureMonitor(StopSignal())  # of this process, which ends once
     if process.RESTARTED in os.environ:
+        from distributed_training.ranks import restart  # of --auto_micro_batch
+
         monitor.record_with(restart.record_end)  # until the run opens its folder
     try:
         ctx = meet(monitor)
     except BaseException as error:
         if monitor.is_watching:
             monitor.end_failed(error)
-        restart.exit_before_start(error, verbose)
+        fail_early(error)
     try:
         model, code = work(ctx)
     except Preempted as preempted:

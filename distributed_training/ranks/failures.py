@@ -4,6 +4,8 @@ The first error is written to results.json and printed by the rank that fails, a
 With --auto_micro_batch all ranks may start again instead (restart.py).
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import socket
@@ -13,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,10 +37,12 @@ from distributed_training.process import exit_now
 from distributed_training.ranks.first_failure import RESTART, FirstFailure
 from distributed_training.ranks.memory_advice import MemoryAdvice
 from distributed_training.ranks.rank_states import ENDED
-from distributed_training.ranks.restart import Restart
 from distributed_training.ranks.stop import StopSignal
 from distributed_training.ranks.watchdog import ROUND_SECONDS, Watchdog
 from distributed_training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from distributed_training.ranks.restart import Restart
 
 GRACE_SECONDS = 5  # for a rank to exit by itself after another one has failed
 END_SECONDS = 20  # time limit of what a failed rank does before it exits

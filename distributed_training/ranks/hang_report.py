@@ -1,11 +1,11 @@
 """What a hang report says about the ranks, from the states that they have published."""
 
 import socket
-from collections.abc import Iterable
 
 import psutil
 
 from distributed_training.text_tables import text_table
+from distributed_training.units import rank_names
 
 HEADERS = ("rank", "host", "pid", "process", "step", "doing", "last collective", "started")
 RUNNING = psutil.STATUS_RUNNING
@@ -49,9 +49,3 @@ def process_status(state: dict) -> str:
         return psutil.Process(state["pid"]).status() if here else ""
     except psutil.Error:
         return "ended"
-
-
-def rank_names(ranks: Iterable[int]) -> str:
-    """Name ranks: "rank 3", "ranks 0, 1, 5"."""
-    names = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"

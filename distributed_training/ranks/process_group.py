@@ -23,14 +23,13 @@ from distributed_training import console
 from distributed_training.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from distributed_training.files.atomic import remove_temporary_folders
 from distributed_training.process import code_digest, exit_now, versions
-from distributed_training.ranks.compiler import configure_compiler
 from distributed_training.ranks.context import DistContext
 from distributed_training.ranks.failures import FailureMonitor
-from distributed_training.ranks.hang_report import rank_names
 from distributed_training.ranks.launch import START_SKEW_SECONDS, Launch, agent_hosts_store
 from distributed_training.ranks.stop import StopSignal
 from distributed_training.ranks.tuning import choose_device
 from distributed_training.strategies.strategy import Strategy
+from distributed_training.units import rank_names
 
 ARRIVAL_SECONDS = 300  # for all ranks to start: first imports from a busy shared disk take minutes
 NOTICE_SECONDS = 10  # after which a line names the ranks that are missing
@@ -155,6 +154,8 @@ def configure_torch(
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if compiles:
+        from distributed_training.ranks.compiler import configure_compiler  # only with --compile
+
         configure_compiler(ctx.device, strategy.hooks_between_layers)
 
 

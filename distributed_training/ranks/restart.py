@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TypedDict
 
 from distributed_training import process
 from distributed_training.cli.parse import CommandLine, complete
-from distributed_training.errors import UserError, explain
+from distributed_training.errors import UserError
 from distributed_training.files import atomic
 from distributed_training.files.json_types import JsonObject
 from distributed_training.ranks import launch
@@ -105,13 +105,6 @@ def record_end(error: UserError) -> bool:
             results |= {"status": error.status, "reason": str(error), "error_kind": error.kind}
             atomic.write_text(path, json.dumps(results, indent=2) + "\n")
     return True
-
-
-def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
-    """Report an error raised before the ranks can communicate, and exit with its exit code."""
-    if process.RESTARTED in os.environ:
-        record_end(explain(error))
-    launch.exit_before_start(error, verbose)
 
 
 def restart_values(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from distributed_training.errors import UserError
 from distributed_training.gpu_generations import AMPERE
-from distributed_training.programs import prefer_own_ninja
+from distributed_training.process import prefer_own_ninja
 from distributed_training.ranks import gpus
 from distributed_training.ranks.launch import Launch
 

@@ -29,15 +29,24 @@ class Prompts:
     """The prompts of --generate."""
 
     texts: tuple[str, ...]
-    at_evaluations: bool  # --generate_every_eval
     seed: int  # the same for each prompt and each time, so that only the weights differ
     eval_only: bool  # see `prompt_for`
 
     @classmethod
     def of(cls, output: OutputSettings, training: TrainingSettings) -> Prompts:
-        """Return the prompts of a run; texts is () without --generate."""
-        at_evaluations, eval_only = training.generate_every_eval, training.eval_only
-        return cls(output.generate, at_evaluations, training.seed, eval_only)
+        """Return the prompts of a run."""
+        return cls(output.generate, training.seed, training.eval_only)
+
+    def check(self, spec: ModelSpec, dataset: JsonObject) -> None:
+        """Check before the training that each prompt can be used.
+
+        Args:
+            dataset: its entry in results.json.
+        Raises:
+            UserError: one cannot be rendered, or has no token.
+        """
+        for text in self.texts:
+            prompt_for(text, spec.tokenizer, dataset, self.eval_only)
 
     def continue_all(
         self,

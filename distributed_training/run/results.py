@@ -1,11 +1,14 @@
 """The content of results.json: facts at the start, counters, and what a run has measured."""
 
+from __future__ import annotations
+
 import platform
 import shlex
 import statistics
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -19,10 +22,12 @@ from distributed_training.model.spec import ModelSpec
 from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.ranks import tuning
 from distributed_training.ranks.context import DistContext
-from distributed_training.run.run_plan import RunPlan
 from distributed_training.run.step_meter import StepMeter
 from distributed_training.settings.settings import Settings
 from distributed_training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from distributed_training.run.run_plan import RunPlan
 
 # Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,25 +13,26 @@ from distributed_training.checkpoints.manager import CheckpointManager
 from distributed_training.data.batches import StepBatches
 from distributed_training.data.opening import Datasets
 from distributed_training.errors import Preempted
-from distributed_training.hooks import Balancer, FixedShares, Hooks
 from distributed_training.memory.measure import StepMemory
+from distributed_training.model.spec import ModelSpec
 from distributed_training.rank_shares import AUTO
-from distributed_training.ranks import restart, tuning
+from distributed_training.ranks import tuning
 from distributed_training.ranks.context import DistContext
 from distributed_training.records.metrics_file import MetricsFile
 from distributed_training.run import results
-from distributed_training.run.profiling import start_trace
-from distributed_training.run.prompts import Prompts
+from distributed_training.run.balancing import Balancer, CreateBalancer, FixedShares
 from distributed_training.run.run_folder import RunFolder
-from distributed_training.run.run_plan import RunPlan, keeps_large_tensors
 from distributed_training.run.start_log import StartLog
 from distributed_training.run.step_log import LogOptions, StepLog
 from distributed_training.run.step_meter import StepMeter, create_meter, loss_bytes
-from distributed_training.run.trackers import Trackers
 from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from distributed_training.run.prompts import Prompts
+    from distributed_training.run.run_plan import RunPlan
 
 
 class Run(NamedTuple):
@@ -45,7 +46,7 @@ class Run(NamedTuple):
     log: StepLog  # metrics.jsonl, the console's lines of steps and evaluations, trackers
     meter: StepMeter  # time, memory and traffic of each step
     balance: Balancer  # --rank_shares auto: the sequences of each rank
-    prompts: Prompts  # of --generate
+    prompts: Prompts | None  # of --generate_every_eval
 
     @classmethod
     def open(
@@ -55,44 +56,35 @@ class Run(NamedTuple):
         start_log: StartLog,
         manager: CheckpointManager,
         state: TrainState,
-        hooks: Hooks,
+        create_balancer: CreateBalancer | None,
     ) -> Run:
-        """Create the meter and the log of the steps; files of an earlier run stay as they are."""
+        """Create the meter and the log of the steps; files of an earlier run stay as they are.
+
+        Args:
+            create_balancer: for --rank_shares auto.
+        """
         ctx, folder, memory = start_log.ctx, start_log.folder, start_log.memory
-        at_end, objects, spec = [*start_log.at_end], manager.objects, manager.spec
+        objects, spec = manager.objects, manager.spec
         of_loss = loss_bytes(objects, spec, state, settings.model.compile, ctx)
         detailed = settings.debug.profile_memory or ctx.simulated
         step_memory = StepMemory(objects, memory.peak, detailed, of_loss)
         ctx.monitor.explain_memory_with(step_memory.describe)
         meter = create_meter(ctx, memory, step_memory, state, settings.training.skip_steps)
-        trackers, trace = None, None
-        if settings.output.report_to and ctx.is_main:
-            flags = {**settings.flags(), "seq_length": spec.seq_length}
-            trackers = Trackers(settings.output, flags, folder.path, state.step)
-        if settings.debug.profile:
-            trace, stop = start_trace(settings.debug.profile, ctx)
-            at_end.insert(0, stop)
-        evaluated = folder.facts["dataset"].get("validation") or {}
-        log = StepLog(
-            ctx=ctx,
-            state=state,
-            meter=meter,
-            file=MetricsFile.in_folder(folder.path),
-            trackers=trackers,
-            trace=trace,
-            at_end=at_end,
-            options=LogOptions(
-                settings.output.logging_steps, settings.data.streaming, evaluated.get("targets")
-            ),
-        )
+        log = open_step_log(settings, start_log, state, meter, spec)
         balance: Balancer = FixedShares()
         chooses_shares = settings.training.rank_shares == AUTO and ctx.world_size > 1
-        if chooses_shares and hooks.create_balancer:
-            balance = hooks.create_balancer(objects, state, ctx, log.log_shares)
-        prompts = Prompts.of(settings.output, settings.training)
+        if chooses_shares and create_balancer:
+            balance = create_balancer(objects, state, ctx, log.log_shares)
+        prompts = None
+        if settings.output.generate and settings.training.generate_every_eval:
+            from distributed_training.run.prompts import Prompts  # only with the flags
+
+            prompts = Prompts.of(settings.output, settings.training)
         return cls(objects, datasets, state, folder, manager, log, meter, balance, prompts)
 
-    def begin(self, training: TrainingSettings, plan: RunPlan, ctx: DistContext) -> None:
+    def begin(
+        self, training: TrainingSettings, plan: Callable[[], RunPlan], ctx: DistContext
+    ) -> None:
         """Change the files of an earlier run, and report steps that hang from now on.
 
         Call it when all checks have passed. With --auto_micro_batch the ranks start again if memory
@@ -100,15 +92,19 @@ class Run(NamedTuple):
         """
         self.manager.take_over(self.state.best, clean=self.folder.lock is not None)  # checkpoints
         self.folder.begin(run_signature=self.manager.identity)  # results.json
-        self.log.cut()  # metrics.jsonl
+        # metrics.jsonl. The planner is loaded before the end, which a changed installation must not
+        # fail.
+        self.log.begin(after_first_step=plan)
         if ctx.device.type == "cpu":  # keep the memory of a step's tensors for the next step
             sharded = bool(self.objects.strategy.sharded)
-            tuning.keep_freed_memory(large=keeps_large_tensors(plan, ctx, sharded))
+            tuning.keep_freed_memory(large=not sharded and plan().leaves_half(ctx))
         # --rank_shares auto may change the sequences of this rank.
-        ctx.monitor.advise_with(lambda: plan.at_step(self.state, ctx).ways_to_fit(ctx))
+        ctx.monitor.advise_with(lambda: plan().at_step(self.state, ctx).ways_to_fit(ctx))
         if not (training.auto_micro_batch and training.batch_size > 1):
             ctx.monitor.training_starts(self.state)
             return
+        from distributed_training.ranks import restart  # only with --auto_micro_batch
+
         values = restart.restart_values(training, self.folder.path, self.folder.facts["automatic"])
         may_help = self._smaller_batch_may_help(self.state.step + 1, bool(training.eval_batch_size))
         ctx.monitor.training_starts(self.state, restart.Restart(values, may_help))
@@ -172,7 +168,7 @@ class Run(NamedTuple):
 
         After a stop signal no further text is generated: the run stops after the next step.
         """
-        if not self.prompts.at_evaluations:
+        if self.prompts is None:
             return
         dataset = self.folder.facts["dataset"]
         if (stream := self.datasets.stream) is not None:
@@ -202,3 +198,34 @@ class Run(NamedTuple):
         )
         self.log.close()
         raise Preempted(self.objects.model)
+
+
+def open_step_log(
+    settings: Settings, start_log: StartLog, state: TrainState, meter: StepMeter, spec: ModelSpec
+) -> StepLog:
+    """Create the log of the steps, and what --report_to and --profile add to it."""
+    ctx, folder, at_end = start_log.ctx, start_log.folder, [*start_log.at_end]
+    trackers, trace = None, None
+    if settings.output.report_to and ctx.is_main:
+        from distributed_training.run.trackers import Trackers  # only with the flag
+
+        flags = {**settings.flags(), "seq_length": spec.seq_length}
+        trackers = Trackers(settings.output, flags, folder.path, state.step)
+    if settings.debug.profile:
+        from distributed_training.run.profiling import start_trace  # only with the flag
+
+        trace, stop = start_trace(settings.debug.profile, ctx)
+        at_end.insert(0, stop)
+    evaluated = folder.facts["dataset"].get("validation") or {}
+    return StepLog(
+        ctx=ctx,
+        state=state,
+        meter=meter,
+        file=MetricsFile.in_folder(folder.path),
+        trackers=trackers,
+        trace=trace,
+        at_end=at_end,
+        options=LogOptions(
+            settings.output.logging_steps, settings.data.streaming, evaluated.get("targets")
+        ),
+    )

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from distributed_training import console, units
 from distributed_training.checkpoints.manager import CheckpointManager
-from distributed_training.data.chat import prompt_for
 from distributed_training.files.json_types import JsonObject
-from distributed_training.model import export, push
 from distributed_training.model.spec import ModelSpec
+from distributed_training.model.trained_model import TrainedModel
 from distributed_training.ranks.context import DTYPES, DistContext
 from distributed_training.run import results
-from distributed_training.run.prompts import Prompts
 from distributed_training.run.run import Run
 from distributed_training.run.run_folder import RESULTS, RunFolder
-from distributed_training.run.run_plan import RunPlan
 from distributed_training.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from distributed_training.model.export import Target
+    from distributed_training.run.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class RunEnd:
     settings: Settings
     ctx: DistContext
     folder: RunFolder
-    target: export.Target  # where the trained model goes
+    target: Target | None  # where the trained model goes; None: it is not exported
 
     @classmethod
     def plan(cls, settings: Settings, ctx: DistContext, folder: RunFolder) -> RunEnd:
@@ -39,8 +42,14 @@ class RunEnd:
         Before the training, so that a missing permission does not fail the run after it.
         """
         output = settings.output
-        target = export.target_of(output, settings.model.merge_lora, folder.path, folder.found)
+        if output.no_export or settings.training.eval_only:
+            return cls(settings, ctx, folder, None)
+        from distributed_training.model.export import target_of  # not with --no_export
+
+        target = target_of(output, settings.model.merge_lora, folder.path, folder.found)
         if output.push_to_hub:
+            from distributed_training.model import push  # only with the flag
+
             target = target._replace(repository=push.open_repository(output, folder.path, ctx))
         return cls(settings, ctx, folder, target)
 
@@ -52,16 +61,22 @@ class RunEnd:
         Raises:
             UserError: one cannot be rendered, or has no token.
         """
-        for text in self.settings.output.generate:
-            prompt_for(text, spec.tokenizer, dataset, self.settings.training.eval_only)
+        if self.settings.output.generate:
+            from distributed_training.run.prompts import Prompts  # only with the flag
+
+            Prompts.of(self.settings.output, self.settings.training).check(spec, dataset)
 
     def finish(
-        self, run: Run, plan: RunPlan, eval_loss: float | None, casting: torch.autocast
+        self,
+        run: Run,
+        plan: Callable[[], RunPlan],
+        eval_loss: float | None,
+        casting: torch.autocast,
     ) -> None:
         """Finish a run that has trained: results.json, the exported model, generated texts.
 
         Args:
-            plan: the memory estimate, which is recorded next to the measured memory.
+            plan: returns the memory estimate, which is recorded next to the measured memory.
             eval_loss: of the last evaluation; None if there was none.
             casting: the context manager that training uses for the forward pass.
         Raises:
@@ -97,7 +112,7 @@ class RunEnd:
         self._publish(manager.trained_model(None), casting)
         self._complete()
 
-    def _summarize(self, run: Run, plan: RunPlan, eval_loss: float | None) -> None:
+    def _summarize(self, run: Run, plan: Callable[[], RunPlan], eval_loss: float | None) -> None:
         """Record and print the results of the training."""
         run.log.flush()
         state, spec = run.state, run.manager.spec
@@ -111,32 +126,38 @@ class RunEnd:
             best_eval_loss=best.get("loss"),
             best_step=best.get("step"),
             stopped_early=state.patience if state.stopped_early else None,
-            **results.measured(self.ctx, spec, run.meter, run.log.work, plan),
+            **results.measured(self.ctx, spec, run.meter, run.log.work, plan()),
         )
         say_results(self.ctx, self.folder.facts, self.settings.debug.profile_memory)
 
-    def _publish(self, trained: export.TrainedModel, casting: torch.autocast) -> None:
+    def _publish(self, trained: TrainedModel, casting: torch.autocast) -> None:
         """Export the model, continue the prompts, push: what the flags ask for and is missing."""
         output, training, exported = self.settings.output, self.settings.training, None
-        if not (output.no_export or training.eval_only):
-            exported = self._export_if_missing(trained)
-        prompts = Prompts.of(output, training)
-        if prompts.texts:
+        if self.target is not None:
+            exported = self._export_if_missing(trained, self.target)
+        if output.generate:
+            from distributed_training.run.prompts import Prompts  # only with the flag
+
+            prompts = Prompts.of(output, training)
             dataset, model = self.folder.facts.get("dataset") or {}, trained.objects.model
             generated = prompts.continue_all(model, casting, trained.spec, dataset, self.ctx)
             self.folder.record(sample=generated[0]["text"], generated=generated)
-        if exported and output.push_to_hub:
+        if exported and self.target and output.push_to_hub:
+            from distributed_training.model import push  # only with the flag
+
             self.folder.record(push=push.push(self.target.repository, exported, self.ctx))
 
-    def _export_if_missing(self, trained: export.TrainedModel) -> Path:
+    def _export_if_missing(self, trained: TrainedModel, target: Target) -> Path:
         """Export the trained model unless a complete run has exported it; return its folder."""
-        output, target = self.settings.output, self.target
+        from distributed_training.model.export import export_model  # not with --no_export
+
+        output = self.settings.output
         was_complete = self.folder.was_complete
         is_exported = was_complete and not output.export_hf and target.folder.exists()
         if self.ctx.broadcast_from_rank0(is_exported):
             return target.folder
         merges, dtype = self.settings.model.merge_lora, DTYPES[output.export_dtype]
-        entry = export.export_model(trained, target, self.folder.facts, merges, dtype)
+        entry = export_model(trained, target, self.folder.facts, merges, dtype)
         self.folder.record(export=entry)
         return Path(entry["folder"])
 

@@ -82,6 +82,16 @@ class RunPlan:
         holds = partial(memory_limits(ctx).hold, share=ADVISED_SHARE)
         return most_sequences(self.work.with_share(1.0), self.strategy, holds)
 
+    def leaves_half(self, ctx: DistContext) -> bool:
+        """Return whether the run needs less than half of the memory by the estimate.
+
+        Then a run on a CPU whose states are not sharded keeps the memory of large tensors that it
+        frees. Strategies that shard use tensors of many sizes: keeping large ones takes 27 to 38 %
+        more memory, for steps from 6 % shorter to 20 % longer (tools/benchmarks/RESULTS.md).
+        """
+        estimate = self.estimate()
+        return estimate is not None and memory_limits(ctx).hold(estimate, 0.5)
+
     def ways_to_fit(self, ctx: DistContext) -> list[str]:
         """Return lines of advice with estimated memory, for a run that ran out of memory.
 
@@ -99,14 +109,3 @@ def memory_limits(ctx: DistContext) -> Limits:
     if ctx.device.type == "cuda":
         return Limits(memory_limit(ctx.device), memory_limit(torch.device("cpu")), None, ranks)
     return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory
-
-
-def keeps_large_tensors(plan: RunPlan, ctx: DistContext, sharded: bool) -> bool:
-    """Return whether a run on a CPU keeps the memory of large tensors that it frees.
-
-    It does if nothing is sharded and it needs less than half of the memory by the estimate.
-    Strategies that shard use tensors of many sizes: keeping large ones takes 27 to 38 % more
-    memory, for steps from 6 % shorter to 20 % longer (tools/benchmarks/RESULTS.md).
-    """
-    estimate = None if sharded else plan.estimate()
-    return estimate is not None and memory_limits(ctx).hold(estimate, 0.5)

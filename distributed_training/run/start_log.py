@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,15 +15,15 @@ from distributed_training.data.batches import initial_counts
 from distributed_training.data.opening import Datasets
 from distributed_training.memory.measure import MemoryByPhase
 from distributed_training.model.spec import ModelSpec
-from distributed_training.ranks.compiler import check_compile
 from distributed_training.ranks.context import DistContext
-from distributed_training.run.profiling import record_memory
 from distributed_training.run.run_folder import RunFolder
-from distributed_training.run.run_plan import RunPlan
 from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.units import human_count
+
+if TYPE_CHECKING:
+    from distributed_training.run.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,27 @@ class StartLog:
         memory = MemoryByPhase(ctx.device)
         ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
         ctx.monitor.explain_memory_with(memory.describe)
-        snapshot = settings.debug.memory_snapshot
-        return cls(ctx, folder, memory, [record_memory(snapshot, ctx)] if snapshot else [])
+        at_end = []
+        if settings.debug.memory_snapshot:
+            from distributed_training.run.profiling import record_memory  # only with the flag
 
-    def plan_memory(self, settings: Settings, spec: ModelSpec) -> RunPlan:
-        """Return the memory estimate of the run, which advises a run whose memory runs out."""
-        plan = RunPlan.of(settings, self.ctx, spec.config.to_dict(), spec.seq_length)
-        self.ctx.monitor.advise_with(partial(plan.ways_to_fit, self.ctx))
+            at_end.append(record_memory(settings.debug.memory_snapshot, ctx))
+        return cls(ctx, folder, memory, at_end)
+
+    def plan_memory(self, settings: Settings, spec: ModelSpec) -> Callable[[], RunPlan]:
+        """Return a function that estimates the memory of the run, when it is first called.
+
+        It is needed if memory runs out, and for results.json. Before the training only a run on a
+        CPU and --rank_shares auto need it, so a run on a GPU starts without the planner.
+        """
+
+        @functools.cache
+        def plan() -> RunPlan:
+            from distributed_training.run.run_plan import RunPlan  # see above
+
+            return RunPlan.of(settings, self.ctx, spec.config.to_dict(), spec.seq_length)
+
+        self.ctx.monitor.advise_with(lambda: plan().ways_to_fit(self.ctx))
         return plan
 
     def model_found(
@@ -126,6 +141,8 @@ def check_machine(
     if not (training.eval_only and strategy.whole_parameters):  # else as under dp
         strategy.check_requirements(training.gradient_accumulation_steps)
     if compiles:
+        from distributed_training.ranks.compiler import check_compile  # only with --compile
+
         check_compile(device_type)
 
 

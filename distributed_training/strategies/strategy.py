@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed_training.errors import UserError
 from distributed_training.optimizers import Optimizer
-from distributed_training.workload.activations import Term
-from distributed_training.workload.workload import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +15,8 @@ if TYPE_CHECKING:
 
     from distributed_training.strategies.live_states import LiveStates
     from distributed_training.strategies.optimizer_shards import ShardedState
+    from distributed_training.workload.activations import Term
+    from distributed_training.workload.workload import Workload
 
 
 FlagValues = Mapping[str, Any]  # the values of flags, by name

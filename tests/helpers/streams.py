@@ -12,7 +12,7 @@ def tokenized(file, tokenizer, root, *flags, bad=0):
     """What `tokenize_once` returns for a file or folder, with the cache in `root`."""
     from distributed_training.data.rows import RowOptions
     from distributed_training.data.sources import open_source
-    from distributed_training.data.tokenize import tokenize_once
+    from distributed_training.data.token_cache import tokenize_once
     from distributed_training.files.cache import Cache
 
     data = parse_arguments([str(flag) for flag in flags]).data

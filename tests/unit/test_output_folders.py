@@ -27,7 +27,7 @@ from distributed_training.files.atomic import (
     remove_temporary_folders,
     start_folder,
 )
-from distributed_training.records.metrics_file import use_writable_matplotlib_folder
+from distributed_training.records.loss_figure import use_writable_matplotlib_folder
 from distributed_training.run.run_folder import hosts_that_do_not_share, settle_without_shared_disk
 
 

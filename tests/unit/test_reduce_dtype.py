@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distributed_training.checkpoints.signature import WHERE, differences
+from distributed_training.checkpoints.other_runs import WHERE, differences
 from distributed_training.cli.parse import read_command_line
 from distributed_training.errors import UserError
 from distributed_training.memory.estimate import predict

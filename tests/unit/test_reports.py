@@ -10,7 +10,8 @@ import pytest
 from distributed_training.errors import UserError
 from distributed_training.records.causes import EFFECT_OF
 from distributed_training.records.compare import compare_runs, read_comparison, read_row
-from distributed_training.records.metrics_file import MetricsFile, draw_losses
+from distributed_training.records.loss_figure import draw_losses
+from distributed_training.records.metrics_file import MetricsFile
 from distributed_training.records.recorded_run import read_run
 from tools.runs import plots
 from tools.runs.comparison_text import (

@@ -13,7 +13,7 @@ from tokenizer_zoo import tokenizer_of
 from tokenizers import decoders
 from tool_templates import QWEN, with_template
 
-from distributed_training.checkpoints.signature import refuse_other_run
+from distributed_training.checkpoints.other_runs import refuse_other_run
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.chat import prompt_of
 from distributed_training.data.corpus import open_corpus, open_split

@@ -10,7 +10,8 @@ from streams import ids_of, stream_of, tokenized
 from tool_templates import DEEPSEEK, LLAMA, MISTRAL, QWEN, QWEN_BLOCKS, with_template
 from transformers import GenerationConfig
 
-from distributed_training.checkpoints.signature import flags_signature, refuse_other_run
+from distributed_training.checkpoints.other_runs import refuse_other_run
+from distributed_training.checkpoints.signature import flags_signature
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.chat import Encoder, Example
 from distributed_training.data.examples import encode_example

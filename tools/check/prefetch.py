@@ -3,7 +3,7 @@
 from distributed_training import console
 from distributed_training.cli.checks import is_local_dataset, names_on_hub
 from distributed_training.data.sources import announce
-from distributed_training.data.tokenize import tokenize_corpus
+from distributed_training.data.token_cache import tokenize_corpus
 from distributed_training.errors import EXIT_COMPLETED
 from distributed_training.files.cache import cache_folder, huggingface_home
 from distributed_training.model import resolve as models

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distributed_training import console
-from distributed_training.checkpoints import find, signature
+from distributed_training.checkpoints import find, other_runs, signature
 from distributed_training.checkpoints.format import list_checkpoints, step_of
 from distributed_training.errors import UserError
 from distributed_training.files.atomic import TemporaryFolder
@@ -78,7 +78,7 @@ def check_same_run(
     found, others = [], []
     for part, clauses in (("hard", found), ("soft", found), ("told", others)):
         earlier = recorded.get(part) or {}
-        clauses += signature.differences(earlier, identity.get(part) or {}, *where)
+        clauses += other_runs.differences(earlier, identity.get(part) or {}, *where)
     left_out = results.get("skipped_steps")
     skipped = {step for step in skip_steps if step < before}
     if left_out is not None and skipped != {step for step in left_out if step < before}:

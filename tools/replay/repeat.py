@@ -11,8 +11,9 @@ from distributed_training.checkpoints.loading import PieceReader
 from distributed_training.checkpoints.verify import read_manifest
 from distributed_training.data.batches import StepBatch, StepBatches
 from distributed_training.errors import NotFinite, UserError
-from distributed_training.hooks import FixedShares, TrainingLoop
+from distributed_training.hooks import TrainingLoop
 from distributed_training.ranks.context import DistContext
+from distributed_training.run.balancing import FixedShares
 from distributed_training.run.run import Run
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies import gradients

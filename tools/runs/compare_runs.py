@@ -31,7 +31,7 @@ def main() -> int:
     """Print the comparison, and write its files; return the exit code."""
     args = parse()
     # Not at the top: --help must be fast.
-    from distributed_training.records import compare, metrics_file, recorded_run
+    from distributed_training.records import compare, loss_figure, recorded_run
     from tools.runs import comparison_text
 
     if args.status:
@@ -54,7 +54,7 @@ def main() -> int:
     print(data if args.json else text, end="\n" if args.json else "", flush=True)
     files, problem = {}, ""
     if comparison.compared or (comparison.of_strategies and comparison.reference):
-        if problem := metrics_file.why_no_figure():
+        if problem := loss_figure.why_no_figure():
             print(f"⚠️  There is no figure: {problem}", file=sys.stderr)
         else:
             files[args.plot or figure] = partial(write_atomically, write=partial(draw, comparison))

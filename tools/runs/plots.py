@@ -1,6 +1,6 @@
 """The figure of a comparison, and the charts of a page: each function draws on given axes.
 
-matplotlib may be missing (`metrics_file.why_no_figure`), so only what draws imports it.
+matplotlib may be missing (`loss_figure.why_no_figure`), so only what draws imports it.
 """
 
 from __future__ import annotations

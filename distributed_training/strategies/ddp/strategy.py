@@ -6,16 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.strategies.ddp.memory import terms_of_ddp
 from distributed_training.strategies.strategy import Strategy
-from distributed_training.workload.activations import Term
-from distributed_training.workload.workload import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from distributed_training.strategies.optimizer_shards import ShardedState
+    from distributed_training.workload.activations import Term
+    from distributed_training.workload.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,8 @@ class DDP(Strategy):
 
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """See the base class."""
+        from distributed_training.strategies.ddp.memory import terms_of_ddp
+
         return terms_of_ddp(work)
 
     def communication_hook(self, simulated: bool) -> Callable[..., Any] | None:

@@ -28,7 +28,8 @@ from pathlib import Path
 
 from distributed_training import PROJECT, console, patches
 from distributed_training.errors import MissingRequirement, look_up
-from distributed_training.programs import prefer_own_ninja, run_program
+from distributed_training.process import prefer_own_ninja
+from distributed_training.programs import run_program
 from distributed_training.strategies.deepspeed.patches import compile_ops_with
 
 CPU_INFO = Path("/proc/cpuinfo")

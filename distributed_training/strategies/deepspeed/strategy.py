@@ -6,11 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed_training.optimizers import Optimizer
-from distributed_training.strategies.deepspeed.memory import terms_of_stage3, terms_of_stages12
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 from distributed_training.units import MB
-from distributed_training.workload.activations import Term
-from distributed_training.workload.workload import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +15,8 @@ if TYPE_CHECKING:
 
     from distributed_training.strategies.live_states import LiveStates
     from distributed_training.strategies.optimizer_shards import ShardedState
+    from distributed_training.workload.activations import Term
+    from distributed_training.workload.workload import Workload
 
 # Why DeepSpeed does not support an optimizer whose states are in this place.
 CPU_ADAM = "the states are updated on the CPU, where DeepSpeed has its own AdamW"
@@ -157,9 +156,11 @@ class DeepSpeed(Strategy):
 
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """See the base class."""
+        from distributed_training.strategies.deepspeed import memory
+
         if self.stage == 3:
-            return terms_of_stage3(work, self.needs_nvme)
-        return terms_of_stages12(work, self.stage, self.offloads)
+            return memory.terms_of_stage3(work, self.needs_nvme)
+        return memory.terms_of_stages12(work, self.stage, self.offloads)
 
     def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
         """See the base class."""

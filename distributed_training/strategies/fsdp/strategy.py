@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed_training.strategies.fsdp.memory import terms_of_fsdp
 from distributed_training.strategies.fsdp.options import FsdpOptions, notices, read_options
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
-from distributed_training.workload.activations import Term
-from distributed_training.workload.workload import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from distributed_training.strategies.optimizer_shards import ShardedState
+    from distributed_training.workload.activations import Term
+    from distributed_training.workload.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,8 @@ class FSDP(Strategy):
 
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """See the base class."""
+        from distributed_training.strategies.fsdp.memory import terms_of_fsdp
+
         return terms_of_fsdp(work)
 
     def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
