@@ -76,7 +76,7 @@ class StepLog:
     _losses: list[float] = field(default_factory=list)  # of the epoch's steps in this process
     _rate: float | None = None  # tokens per second of the last step that was flushed
     _epoch: Epoch | None = None  # None before the first step
-    _after_first_step: Callable[[], object] = lambda: None
+    _after_first_step: Callable[[], object] | None = None
 
     def begin(self, after_first_step: Callable[[], object]) -> None:
         """Remove the records of an earlier run after the checkpoint from which this one starts.
@@ -140,8 +140,9 @@ class StepLog:
         epoch.bar.update()
         if epoch.is_complete:
             epoch.bar.close()
-        if self.meter.step == self.meter.first_step + 1:
+        if self._after_first_step:
             self._after_first_step()
+            self._after_first_step = None
             self.meter.pause()
         self.meter.mark("data")  # logging is part of training: it delays the next step's data
 

@@ -13,8 +13,10 @@ from distributed_training.checkpoints.saving import PieceWriter, write_shards
 from distributed_training.cli import check_run
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import MissingRequirement, UserError
+from distributed_training.other_optimizers import separate_matrices
 from distributed_training.strategies import muon
 from distributed_training.strategies.table import STRATEGIES
+from distributed_training.strategies.wrapped import transformer_blocks
 from real_model_example import create_optimizer, parameter_groups
 
 TRAINING = parse_arguments("--optim muon --lr 1e-2 --weight_decay 0.1".split()).training
@@ -38,13 +40,17 @@ def train(model, *optimizers, steps=3):
 
 
 def optimizer_of(model):
-    return create_optimizer(parameter_groups(model, TRAINING), TRAINING)
+    return create_optimizer(parameter_groups(model, TRAINING), model, TRAINING)
+
+
+def groups_of(model):
+    return separate_matrices(parameter_groups(model, TRAINING), transformer_blocks(model))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_matrices_of_the_blocks_are_those_of_muon(family):
     model = new_model(family)
-    groups = parameter_groups(model, TRAINING)
+    groups = groups_of(model)
     names = {id(p): name for name, p in model.named_parameters()}
     of_muon = {names[id(p)] for p in groups[0]["params"]}
     assert of_muon == {
@@ -60,7 +66,7 @@ def test_updates_are_those_of_torch():
     """torch's two optimizers, each with its own parameters, for the same gradients."""
     ours = new_model()
     theirs, start = copy.deepcopy(ours), copy.deepcopy(ours)
-    matrices, *others = parameter_groups(theirs, TRAINING)
+    matrices, *others = groups_of(theirs)
     del matrices["momentum"]
     scale = {"lr": 1e-2, "adjust_lr_fn": "match_rms_adamw"}
     apart = [torch.optim.Muon([matrices], **scale), torch.optim.AdamW(others, lr=1e-2)]

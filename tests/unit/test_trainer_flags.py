@@ -107,7 +107,7 @@ def test_adam_settings_reach_the_optimizer():
     adam = ["--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-6"]
     layer = torch.nn.Linear(2, 2)
     training = parse_arguments(adam).training
-    optimizer = create_optimizer(parameter_groups(layer, training), training)
+    optimizer = create_optimizer(parameter_groups(layer, training), layer, training)
     assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-6
 
 
