@@ -112,7 +112,7 @@ faults: setup-dev
 soak: setup-dev
 	$(BIN)/python -m pytest -m soak $(PARALLEL)
 
-# BENCH=... adds options, such as BENCH="--keep --cases one"; tools/benchmarks/peers.py describes them.
+# BENCH=... adds options, such as BENCH="--keep --cases one", which tools/benchmarks/peers.py has.
 bench: setup
 	$(BIN)/python -m tools.benchmarks.peers --write $(if $(GPU),--gpu) $(BENCH)
 

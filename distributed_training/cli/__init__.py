@@ -7,7 +7,8 @@ parse          from these flags to the settings: defaults, the strategy's file, 
 defaults       values of flags that other flags determine
 choice         --strategy auto, --batch_size auto, --global_batch_size
 trainer_flags  flags of other trainers that set ours
-run_file       --config and --print_config: flags in a YAML file
+run_file       --config: flags in a YAML file
+print_flags    --print_config: the flags of a run, as a run file
 check_run      the first checks of a run
 checks         flags that exclude each other, or need another one; files and folders
 hub            the probe of the Hugging Face hub, and what its caches have

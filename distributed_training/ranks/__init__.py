@@ -1,4 +1,4 @@
-"""Processes and machines: launchers, the process group, failures of ranks, and Slurm.
+"""Processes and machines: launchers, the process group, and failures of ranks.
 
 launch         the launcher and the rank of this process; an error before the ranks can communicate
 gpus           whether this machine has GPUs, whether torch can use them, and if not, why
@@ -17,6 +17,4 @@ rank_states    the states of the ranks, which they publish once per second
 hang_files     the files of a hang report
 hang_report    the table of the ranks in a hang report
 comm_volume    collectives, message bytes and sent bytes per optimizer step
-slurm          batch and launch scripts, from the jinja2 templates in templates/
-setup_files    the configurations and scripts that scripts/distributed_setup.py writes
 """

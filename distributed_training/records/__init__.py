@@ -1,4 +1,4 @@
-"""What runs have written: reading it, and comparing runs. No run imports it to train.
+"""What runs have written: it is read, and runs are compared.
 
 metrics_file   metrics.jsonl, and its curve loss.png
 results_types  the types of the keys of results.json

@@ -11,19 +11,20 @@ The folders have the same parts; an engine leaves out a part that it does not ne
     part             what it offers                         used by, through a method of Strategy
     strategy.py      the subclass of Strategy               table.py
     options.py       options from flags and a user's file   cli.parse, through resolve
-    requirements.py  checks of the machine and releases     report.start, commands.check, through
+    requirements.py  checks of the machine and releases     run.start_log and tools, through
                                                             check_requirements
     memory.py        terms of the memory estimate, without  memory.estimate, through memory_terms
                      PyTorch
     states.py        fp32 weights and optimizer states      checkpoints, model.export, through
                      of a rank                              states_of
     live_states.py   tensors that are in memory             memory.measure, through live_states
-    patches.py       changes of the library's behavior      deepspeed/setup.py
+    patches.py       changes of the library's behavior      deepspeed/preparation.py
 
 Only in one folder: fsdp/shards.py, which layers are sharded and how the weights get there;
-deepspeed/setup.py, the steps before the engine is created; deepspeed/ops.py, its C++ ops;
+deepspeed/preparation.py, the steps before the engine is created; deepspeed/ops.py, its C++ ops;
 deepspeed/buckets.py, the sizes of its buckets; ddp/hooks.py, the dtype in which DDP reduces. The
-script builds the model: build_ddp, build_fsdp, build_deepspeed. For all engines:
+script builds the model (build_ddp, build_fsdp, build_deepspeed) and trains it; ENGINES has both
+functions of each engine. For all engines:
 
     objects           what a build function returns: model, optimizer, scaler
     gradients         gradient norm, check for non-finite values, loss scaling

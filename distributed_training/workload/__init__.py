@@ -3,4 +3,5 @@
 architectures  dimensions of a model that determine memory, read from its config.json
 workload       model, batches, ranks and adapters of a run
 activations    bytes that autograd and the loss keep
+peak_flops     peak arithmetic rates of GPUs, the reference of MFU
 """
