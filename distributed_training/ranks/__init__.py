@@ -17,6 +17,5 @@ rank_states    the states of the ranks, which they publish once per second
 hang_files     the files of a hang report
 hang_report    the table of the ranks in a hang report
 comm_volume    collectives, message bytes and sent bytes per optimizer step
-slurm          batch and launch scripts, from the jinja2 templates in templates/
-setup_files    the configurations and scripts that scripts/distributed_setup.py writes
+time_limit     the time limit of a Slurm job, and the signal before it
 """

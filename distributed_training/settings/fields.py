@@ -8,9 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from distributed_training.settings import flag_types
 
-COMPUTED = (
-    object()
-)  # a default that depends on other flags: cli/parse.py computes it
+COMPUTED = object()  # a default that depends on other flags: cli/parse.py computes it
 
 
 def flag(default: object, kind: Callable[[str], object], text: str, **options: object) -> Any:
