@@ -41,7 +41,7 @@ def copy_with(title: str, folder: Path) -> Path:
     names = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True)
     for name in names.stdout.splitlines():
         if name.startswith(
-            ("distributed_training/", "scripts/", "real_model", "ds_config", "compare_")
+            ("distributed_training/", "tools/", "scripts/", "real_model", "ds_config", "compare_")
         ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, folder / name)

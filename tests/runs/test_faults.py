@@ -18,7 +18,7 @@ NAMES = ["mean_of_means", "dropout_repeats", "unscaled_merge", "tokens_times_ran
 
 @pytest.mark.slow
 def test_four_faults_are_caught_and_their_checks_are_silent_without_them():
-    command = [sys.executable, "-m", "faults", *NAMES, "--seeds", "1"]
+    command = [sys.executable, "-m", "tools.faults", *NAMES, "--seeds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in NAMES:

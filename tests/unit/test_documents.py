@@ -8,9 +8,9 @@ import documents
 import pytest
 import schema_check
 from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, tracked
-from generate_docs import generated
 
 from distributed_training.strategies.table import STRATEGIES
+from tools.docs.sections import generated
 
 NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
 PAGES = [read(name) for name in NAMES]
@@ -61,7 +61,6 @@ def wrong_markers(page):
 def every_flag() -> set:
     programs = [n for n in tracked() if re.fullmatch(r"scripts/\w+\.py", n)]
     programs = {*programs, "tools/benchmarks/peers.py", "tools/benchmarks/gpu_check.py"}
-    programs -= {"scripts/trainer_step.py"}
     found = set().union(*(flags_of(parser_of(program)) for program in programs))
     launchers = {f"--{name}" for name in documents.LAUNCHER_FLAGS}
     return found | launchers | flags_of(parser_of("real_model_example.py")) | THEIR_FLAGS

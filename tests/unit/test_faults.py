@@ -231,6 +231,6 @@ def test_wrong_usage_is_one_line():
         ("no_such", "--list prints the names"),
         ("mean_of_means --write", "--write"),
     ):
-        command = [sys.executable, "-m", "faults", *words.split()]
+        command = [sys.executable, "-m", "tools.faults", *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, timeout=60)
         assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
