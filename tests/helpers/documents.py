@@ -116,6 +116,13 @@ def read(name: str, text: str | None = None) -> Page:
     return Page(name, lines, blocks, prose)
 
 
+@functools.cache
+def pages() -> list[Page]:
+    """Return the documents: README.md and its neighbors, those of docs/, and each tool's README."""
+    pattern = r"(docs/)?\w+\.md|tools/(\w+/)?README\.md"
+    return [read(name) for name in sorted(tracked()) if re.fullmatch(pattern, name)]
+
+
 def _blocks_of_table(lines: list[str], header: int) -> list[Block]:
     """Return the commands of a marked table, the first code of each row, as two blocks.
 
