@@ -61,7 +61,7 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
         require_hooks(settings, hooks)
         tuning.choose_hardware(settings.training.device)
         if settings.run_file.print_config:
-            from distributed_training.cli.print_flags import print_flags  # no run needs it
+            from distributed_training.print_flags import print_flags  # no run needs it
 
             print_flags(line, launch, hooks.choose)
         if settings.command.prove is not None and hooks.prove:
