@@ -3,6 +3,7 @@
 settings     the settings of a run, in sections: each flag with its type, default and help
 cli          from the command line to the settings; checks of paths and of the hub
 entry        from the command line to a process that may import torch; runs on all ranks
+print_flags  --print_config: the flags of a run
 hooks        the one place where a tool takes part in a run
 ranks        launchers, ranks, rendezvous, failures of ranks
 data         from --dataset to batches of token ids

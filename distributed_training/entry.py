@@ -87,7 +87,7 @@ def print_or_prove(
 ) -> None:
     """Do what --print_config and --prove ask for, and exit; return without these flags."""
     if settings.run_file.print_config:
-        from distributed_training.cli.print_flags import print_flags  # no run needs it
+        from distributed_training.print_flags import print_flags  # no run needs it
 
         print_flags(line, launch, hooks.choose)
     if settings.command.prove is not None and hooks.prove:

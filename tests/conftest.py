@@ -23,7 +23,7 @@ from preloaded import Preloaded
 from distributed_training.strategies.table import STRATEGIES as ROWS
 
 # Of tests/helpers; their fixtures are for several files.
-pytest_plugins = ["cluster_work", "command_lines", "generated_scripts"]
+pytest_plugins = ["cluster_work", "command_lines", "generated_scripts", "written_runs"]
 
 PROJECT = Path(__file__).resolve().parent.parent
 SCRIPT = PROJECT / "real_model_example.py"

@@ -15,6 +15,7 @@ faults      make faults: documented bugs, and the checks that show them
 benchmarks  make bench: speed and memory next to other trainers
 docs        generated sections and pictures of the documents
 hooks       which of them take part in a run
+plotting    colors and bars that the figures of several tools have in common
 
 A tool is a folder that can be deleted: no other tool imports it. Each has a README.
 """

@@ -17,4 +17,5 @@ rank_states    the states of the ranks, which they publish once per second
 hang_files     the files of a hang report
 hang_report    the table of the ranks in a hang report
 comm_volume    collectives, message bytes and sent bytes per optimizer step
+time_limit     the time limit of a Slurm job, and the signal before it
 """

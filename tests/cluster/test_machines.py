@@ -110,9 +110,10 @@ def test_an_elastic_run_takes_a_machine_in_and_outlives_a_rank(machines, tmp_pat
 
 def test_a_machine_that_differs_is_named(machines, tmp_path):
     other = tmp_path / "other"
-    shutil.copytree(PROJECT / "support", other / "support")
+    for folder in ("distributed_training", "tools"):
+        shutil.copytree(PROJECT / folder, other / folder)
     shutil.copy(SCRIPT, other)
-    with open(other / "support" / "data" / "batches.py", "a") as file:
+    with open(other / "distributed_training" / "data" / "batches.py", "a") as file:
         file.write("# another version\n")
     programs = {"node3": other / SCRIPT.name}
     started = on_each(machines, *WORK, "--output_dir", tmp_path / "out", programs=programs)

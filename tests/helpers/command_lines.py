@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, Run
+import script_mains
+from conftest import Run
 
 from distributed_training.programs import exit_code_of
 
@@ -18,15 +19,12 @@ SPARE_SECONDS = 20
 
 @pytest.fixture
 def main_of(capsys, monkeypatch):
-    """main_of(module, *argv): run a script's main() in this process, as a `Run`."""
-    monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
+    """main_of(name, *argv): run main() of scripts/NAME.py in this process, as a `Run`."""
 
-    def run(module: str, *argv) -> Run:
-        import importlib
-
-        monkeypatch.setattr(sys, "argv", [module, *map(str, argv)])
+    def run(name: str, *argv) -> Run:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, argv)])
         started = time.monotonic()
-        code = exit_code_of(importlib.import_module(module).main) or 0
+        code = exit_code_of(script_mains.main_of(f"scripts/{name}.py")) or 0
         out, err = capsys.readouterr()
         assert time.monotonic() - started < SPARE_SECONDS
         return Run(code, out, err, 0, Path())

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import fnmatch
 import functools
-import importlib
 import inspect
 import io
 import itertools
@@ -21,6 +20,7 @@ from unittest import mock
 
 import pytest
 from project_copy import PROJECT, project_files
+from script_mains import main_of
 
 from distributed_training.cli import parser as parsing
 from distributed_training.cli.flags import build_parser
@@ -116,6 +116,13 @@ def read(name: str, text: str | None = None) -> Page:
     return Page(name, lines, blocks, prose)
 
 
+@functools.cache
+def pages() -> list[Page]:
+    """Return the documents: README.md and its neighbors, those of docs/, and each tool's README."""
+    pattern = r"(docs/)?\w+\.md|tools/(\w+/)?README\.md"
+    return [read(name) for name in sorted(tracked()) if re.fullmatch(pattern, name)]
+
+
 def _blocks_of_table(lines: list[str], header: int) -> list[Block]:
     """Return the commands of a marked table, the first code of each row, as two blocks.
 
@@ -175,7 +182,7 @@ def parser_of(program: str) -> argparse.ArgumentParser:
     """Return the parser of a program of this project, such as scripts/report.py."""
     if re.search(MAIN_PROGRAMS, program):
         return build_parser()
-    main = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
+    main = main_of(program)
 
     def found(parser, *_args, **_kwargs):
         raise _Parser(parser)
@@ -205,11 +212,11 @@ def program_of(words: list[str]) -> tuple[str | None, int]:
     if "-" in words[0] and installed in tracked():
         return installed, 0
     for place, word in enumerate(words):
-        if word.startswith("benchmarks.") and words[place - 1] == "-m":
+        if word.startswith("tools.benchmarks.") and words[place - 1] == "-m":
             return f"{word.replace('.', '/')}.py", place
-        if word.startswith("benchmarks/") and word.endswith(".sh"):
+        if word.startswith("tools/benchmarks/") and word.endswith(".sh"):
             return word.replace(".sh", ".py"), place
-        if re.search(r"^(scripts|benchmarks)/\w+\.py$|" + MAIN_PROGRAMS, word):
+        if re.search(r"^(scripts|tools/benchmarks)/\w+\.py$|" + MAIN_PROGRAMS, word):
             return word, place
     return None, 0
 

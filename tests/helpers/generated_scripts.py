@@ -18,7 +18,7 @@ from distributed_training.programs import exit_code_of
 @pytest.fixture
 def generate(tmp_path, monkeypatch, capfd):
     """generate(*args) runs scripts/distributed_setup.py in a folder with a run file, in-process."""
-    import distributed_setup
+    from tools.slurm.main import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")  # the program changes it, and the test must restore it
@@ -26,7 +26,7 @@ def generate(tmp_path, monkeypatch, capfd):
 
     def run(*args) -> Run:
         monkeypatch.setattr(sys, "argv", ["scripts/distributed_setup.py", *map(str, args)])
-        code = exit_code_of(distributed_setup.main) or 0
+        code = exit_code_of(main) or 0
         out, err = capfd.readouterr()
         return Run(code, out, err, 0, tmp_path)
 

@@ -1,8 +1,9 @@
 """tools/benchmarks/peers.py: it measures every driver, and this project, on the same sequences."""
 
 import pytest
-from benchmarks import peers
 from conftest import soak
+
+from tools.benchmarks import peers
 
 pytestmark = pytest.mark.slow
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from conftest import finish, free_port, start
-from documents import Page, program_of, read, tracked
+from documents import Page, pages, program_of
 from project_copy import copy_project
 
 pytestmark = pytest.mark.slow
 
-NAMES = sorted(name for name in tracked() if re.fullmatch(r"(docs/)?\w+\.md", name))
-PAGES = [page for page in map(read, NAMES) if any(b.marker == "runnable" for b in page.blocks)]
+PAGES = [page for page in pages() if any(block.marker == "runnable" for block in page.blocks)]
 BLOCK, FAILED, END = "== block of line", "== failed in line", "END_OF_FILE_BLOCK"
 DETERMINISTIC = {"scripts/plan_memory.py"}  # its numbers are compared, too
 

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks import gpu_check, gpu_report, gpu_tables
-from benchmarks import runner as runner_module
 from conftest import FAULT, PROJECT, slow
 
+from tools.benchmarks import gpu_check, gpu_report, gpu_tables
+from tools.benchmarks import runner as runner_module
 from tools.benchmarks.gpu_report import FAILED, NOT_RUN, PASSED, Machine, Report
 from tools.benchmarks.runner import Check, Done, NotPossible, Runner
 
@@ -282,7 +282,7 @@ def test_kernels_of_a_trace():
 
 ENDLESS = """
 import functools, sys
-from benchmarks import gpu_check
+from tools.benchmarks import gpu_check
 from distributed_training.programs import run_command_line
 
 def add(part):

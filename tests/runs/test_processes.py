@@ -167,7 +167,7 @@ def test_failures_while_torch_is_imported(tmp_path, code_of_torch, code, says):
 def test_a_command_line_that_is_stopped_removes_what_is_half_written(tmp_path):
     (tmp_path / "tool.py").write_text("""if True:
         import os, pathlib, signal, time
-        from support import process, programs
+        from distributed_training import process, programs
 
         def main():
             half = pathlib.Path("half")

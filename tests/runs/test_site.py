@@ -30,7 +30,7 @@ def test_the_site_has_the_layout_of_the_repository(project):
         'href="distributed_training/strategies/__init__.py"'
         in (site / "CONTRIBUTING.html").read_text()
     )
-    assert (site / "support" / "strategies" / "__init__.py").is_file()
+    assert (site / "distributed_training" / "strategies" / "__init__.py").is_file()
 
 
 def test_a_broken_link_is_an_error(project):

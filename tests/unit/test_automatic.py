@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from distributed_training.cli.parse import parse_arguments, read_command_line
-from distributed_training.cli.print_flags import print_flags
 from distributed_training.errors import UserError
 from distributed_training.memory.fit import Limits
+from distributed_training.print_flags import print_flags
 from distributed_training.units import GB
 from tools.choose import candidates, choose
 from tools.plan import flags as planner_flags

@@ -8,12 +8,11 @@ import documents
 import pytest
 import schema_check
 from documents import MARKERS, PROJECT, flags_of, is_missing, parser_of, read, tracked
-from generate_docs import generated
 
 from distributed_training.strategies.table import STRATEGIES
 
-NAMES = sorted(n for n in tracked() if re.fullmatch(r"(docs/)?\w+\.md", n) and n != "CHANGELOG.md")
-PAGES = [read(name) for name in NAMES]
+PAGES = [page for page in documents.pages() if page.name != "CHANGELOG.md"]
+NAMES = [page.name for page in PAGES]
 MOST_PAGES, MOST_LINES = 12, 2600  # in docs/, and with README.md, see `written_lines`
 GENERATED = {"docs/FLAGS.md", "docs/FAULTS.md"}
 LONGEST_README = 150
@@ -61,7 +60,6 @@ def wrong_markers(page):
 def every_flag() -> set:
     programs = [n for n in tracked() if re.fullmatch(r"scripts/\w+\.py", n)]
     programs = {*programs, "tools/benchmarks/peers.py", "tools/benchmarks/gpu_check.py"}
-    programs -= {"scripts/trainer_step.py"}
     found = set().union(*(flags_of(parser_of(program)) for program in programs))
     launchers = {f"--{name}" for name in documents.LAUNCHER_FLAGS}
     return found | launchers | flags_of(parser_of("real_model_example.py")) | THEIR_FLAGS
@@ -101,7 +99,7 @@ def missing_files(page):
 @functools.cache
 def words_of_code() -> set:
     suffixes = (".py", ".sh", ".slurm", ".jinja", ".json", "Makefile", "tests/conftest.py")
-    names = [n for n in tracked() if n.endswith(suffixes) and not re.match(r"tests/\w+/test_", n)]
+    names = [n for n in tracked() if n.endswith(suffixes) and not re.match(r"tests/.+/test_", n)]
     return {w for n in names for w in re.findall(r"\w+", (PROJECT / n).read_text("utf-8"))}
 
 
@@ -235,12 +233,6 @@ def test_a_page_names_only_what_exists(page):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_each_check_can_fail(check):
     assert [number for number, _ in check(read("bad.md", BAD))] == CHECKS[check]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_generated_parts_are_current(page):
-    text = (PROJECT / page.name).read_text("utf-8")
-    assert generated(text) == text, "stale: run python scripts/generate_docs.py"
 
 
 def written_lines(page):

@@ -9,7 +9,7 @@ from conftest import PROJECT
 
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
-from distributed_training.strategies.deepspeed import setup
+from distributed_training.strategies.deepspeed import preparation
 from distributed_training.strategies.deepspeed.options import ModelSizes, complete_ds_config
 from distributed_training.strategies.table import STRATEGIES
 
@@ -187,7 +187,7 @@ def test_the_written_file_means_the_same(tmp_path, strategy):
     configured = settings.strategy
     assert configured.config["optimizer"]["params"]["betas"] == [0.9, 0.95]
     first = complete_ds_config(configured.config, "bf16", MODEL, 1, str(tmp_path))
-    setup.write_config(replace(configured, config=first), tmp_path)
+    preparation.write_config(replace(configured, config=first), tmp_path)
     again = parse_arguments(["--ds_config", str(tmp_path / "ds_config.json")])
     assert (again.parallelism.strategy, again.training.lr) == (strategy, 3e-4)
     assert again.training.batch_size == 3

@@ -1,5 +1,5 @@
 """What tells a process its rank, the environments that launchers leave; and with which micro-batch
---auto_micro_batch starts the ranks again.
+--auto_micro_batch starts the ranks again. The time limits of Slurm jobs.
 """
 
 import json
@@ -16,6 +16,7 @@ from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
 from distributed_training.ranks.launch import detect_launch
 from distributed_training.ranks.restart import restart_values, restarted_with
+from distributed_training.ranks.time_limit import seconds_of
 
 # Task 1 of two, the first of its node.
 TASK = {
@@ -193,3 +194,10 @@ def test_a_restart_changes_flags_and_the_deepspeed_file_together(monkeypatch):
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2
     assert config["train_batch_size"] == settings.strategy.config["train_batch_size"]
+
+
+def test_time_limits_as_slurm_reads_them():
+    assert seconds_of("48:00:00") == seconds_of("2-00:00:00") == 172_800
+    for text in ("0", "00:00:00", "1:2:3:4"):
+        with pytest.raises(UserError, match="--time_limit"):
+            seconds_of(text)

@@ -22,6 +22,7 @@ from distributed_training.memory.measure import over_ranks
 from distributed_training.units import GB, KB, MB
 from distributed_training.workload.workload import Device, Kernels, Workload, adapters
 
+GPT2 = find_architecture("gpt2")
 # GPT-2's elements: in matrices, in the rest (DeepSpeed flattens them apart), in the largest matrix.
 MATRICES, REST, LARGEST = 124_318_464, 121_344, 38_597_376
 # In bf16 page-locked for offload: fp32 masters and gradients (497,273,856 bytes each for the
@@ -180,3 +181,23 @@ def test_the_split_that_fits_is_the_largest(batch_size):
         splits = [replace(work, batch_size=n, accumulation=batch_size // n) for n in sizes]
         wanted = next((split for split in splits if limits.hold(predict(split, "zero2"))), None)
         assert fitting_split(work, "zero2", limits.hold) == wanted
+
+
+def test_a_rank_needs_the_memory_of_its_share():
+    work = Workload(GPT2, 2, 4, 512).with_share(1.5)
+    assert work.sequences == 6 and work.with_share(1.4).sequences == 6
+    assert replace(work, batch_size=3).with_share(5 / 3).sequences == 5
+    assert replace(work, batch_size=1).with_share(0.25).sequences == 1
+    six = predict(Workload(GPT2, 2, 6, 512), "dp")
+    assert predict(work, "dp").sizes() == six.sizes()
+
+
+def test_advice_to_a_rank_with_a_share_is_in_the_terms_of_the_flags():
+    """--batch_size is the average of the ranks."""
+    work = Workload(GPT2, 2, 8, 1024).with_share(1.75)
+    limits = Limits(8 * GB)
+    assert not limits.fits(work, "dp")
+    found = [line for line in remedies(work, "dp", limits) if line.startswith("--batch_size")]
+    assert found == ["--batch_size 4 --gradient_accumulation_steps 2"]
+    [need] = [remedies(work, "dp", limits)[line] for line in found]
+    assert need.sizes() == predict(Workload(GPT2, 2, 7, 1024, accumulation=2), "dp").sizes()

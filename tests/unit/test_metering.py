@@ -1,4 +1,6 @@
-"""What a step's time includes (no saves, evaluations, or measuring memory); where it is logged."""
+"""What a step's time includes (no saves, evaluations, or measuring memory); where it is logged; the
+peak rates of devices.
+"""
 
 import resource
 from resource import RLIMIT_FSIZE as FSIZE
@@ -10,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
 from distributed_training.records.metrics_file import MetricsFile, read_metrics
 from distributed_training.records.results_types import PHASES
 from distributed_training.run import step_meter
@@ -17,7 +20,7 @@ from distributed_training.run.step_log import LogOptions, StepLog
 from distributed_training.run.step_meter import StepMeter
 from distributed_training.run.trackers import Tracker, Trackers
 from distributed_training.train_state import TrainState
-from distributed_training.workload.peak_flops import peak_flops
+from distributed_training.workload.peak_flops import find_by_short_name, peak_flops
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 
@@ -221,3 +224,12 @@ def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
         trackers.log({"step": step, "loss": 2.0})
     assert points == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
     assert capsys.readouterr().out.count("No space left") == 1
+
+
+def test_devices_by_their_short_names():
+    names = {"a100": 312, "A100-SXM4-80GB": 312, "rtx 4090": 165.2, "MI250X": 191.5}
+    for name, half in names.items():
+        assert find_by_short_name(name).half == pytest.approx(half)
+    for name, known in {"H100": "H100 PCIe", "Z80": "A100", "V100": "V100S"}.items():
+        with pytest.raises(UserError, match=f"{name}.*{known}"):
+            find_by_short_name(name)

@@ -19,7 +19,6 @@ from distributed_training.data.chat import prompt_of
 from distributed_training.data.corpus import open_corpus, open_split
 from distributed_training.data.sequences import Padding
 from distributed_training.errors import UserError
-from tools.check.show_sample import describe
 
 EOS = "<|end|>"
 TEXTS = ["the quick brown fox", "jumps over", "the lazy dog"]
@@ -204,12 +203,6 @@ def test_answers_that_are_cut_before_their_end(tmp_path, capsys):
     tokenizer.eos_token = None
     told = notices(file, tokenizer, tmp_path, capsys)
     assert all("eos_token" in line for [line] in told)
-
-
-def test_an_untrained_end_token_whose_id_is_that_of_the_padding_is_shown():
-    tokenizer = tokenizer_of("gpt2")
-    lines = describe([5, 6, 0], [-100, 6, -100], tokenizer)
-    assert len(lines) == 2 + 3 and repr(tokenizer.decode([0])) in lines[-1]
 
 
 # ------------------------------------------------------------------------- tokens that begin a text

@@ -41,14 +41,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import corpus
-
 from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.programs import run_command_line
 from distributed_training.records.metrics_file import FILE, read_metrics
 from distributed_training.units import GB, MB
 from distributed_training.workload.workload import Workload
+from tools.benchmarks import corpus
 from tools.benchmarks.gpu_report import FAILED, Machine, Report, counts_of, describe_machine
 from tools.benchmarks.gpu_tables import (
     calls_per_step,
@@ -386,7 +385,7 @@ def waiting_calls(part: Part) -> None:
             text = f"{calls:g} a step" + (f" (limit {limit})" if limit is not None else "")
             return (text if limit is not None and calls > limit else ""), text
 
-        watch = [sys.executable, PROJECT / "benchmarks" / "synchronizing_calls.py"]
+        watch = [sys.executable, PROJECT / "tools" / "benchmarks" / "synchronizing_calls.py"]
         program = [*watch, part.folder(name) / "calls.json"]
         how = of_strategy(strategy, blocked=part.needs_gpu, judge=few, tables=("calls",))
         flags = f"{part.measured()} --batch_size {part.scale.small} --max_steps 20"

@@ -9,7 +9,7 @@
 # PYTHON=python3.12 names another interpreter than the active environment's, or .venv's.
 set -euo pipefail
 
-project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+project=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON-}
 if [[ -z $python && -z ${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $project/.venv/bin/python ]]; then
     python=$project/.venv/bin/python

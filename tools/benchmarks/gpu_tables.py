@@ -5,9 +5,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import peers
-
 from distributed_training.units import GB
+from tools.benchmarks import peers
 from tools.benchmarks.gpu_report import UNREADABLE, Tables
 from tools.benchmarks.runner import Check, Done
 

@@ -41,16 +41,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import corpus
-
 from distributed_training.known_models import CONFIGS, EMBEDDED_MODEL
 from distributed_training.ranks.tuning import cpu_computes_bf16
 from distributed_training.text_tables import replace_section
 from distributed_training.units import GB
+from tools.benchmarks import corpus
 from tools.benchmarks.runner import PROJECT, SCRIPT, TORCHRUN, end_families
 
-DRIVERS = PROJECT / "benchmarks" / "drivers.py"
-RESULTS = PROJECT / "benchmarks" / "RESULTS.md"
+DRIVERS = PROJECT / "tools" / "benchmarks" / "drivers.py"
+RESULTS = PROJECT / "tools" / "benchmarks" / "RESULTS.md"
 FIGURE = PROJECT / "docs" / "benchmark.png"
 RUN_SECONDS = 400  # time limit of one run
 # Lines of a program: after a step (this project counts batches from 0), and at the end.

@@ -25,7 +25,7 @@ from distributed_training.memory.estimate import MemoryEstimate, predict_all
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.units import GB
 from distributed_training.workload.workload import Workload
-from tools.runs.plots import BLUE, GREEN, ORANGE, PINK, RED, SKY, SVG_SETTINGS, draw_bars
+from tools.plotting import BLUE, GREEN, ORANGE, PINK, RED, SKY, SVG_SETTINGS, draw_bars
 
 IMAGES = PROJECT / "docs" / "images"
 MODEL, GPUS, TOKENS = "gpt2-medium", 4, 1024  # of memory.svg

@@ -199,7 +199,8 @@ def copy_project(target: Path) -> Path:
         raise UserError(f"The museum needs git and a checkout of the project: {error}.") from error
     project_copy.copy_project(target, names)
     # Otherwise each copy would compile them again, which takes half a second of each run.
-    compileall.compile_dir(target / "distributed_training", quiet=1)
+    for folder in ("distributed_training", "tools"):
+        compileall.compile_dir(target / folder, quiet=1)
     return target
 
 

@@ -11,6 +11,7 @@ from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
 from distributed_training.memory.estimate import MemoryEstimate
 from distributed_training.memory.fit import Devices
+from distributed_training.ranks.time_limit import SIGNAL_SECONDS, seconds_of
 from distributed_training.text_tables import text_table
 from distributed_training.units import human_rate
 from distributed_training.workload.workload import Workload
@@ -25,7 +26,6 @@ from tools.plan.rate import (
     measured_rate,
     read_completed_run,
 )
-from tools.slurm.slurm import SIGNAL_SECONDS, seconds_of
 
 # Hours of one GPU: 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3, arXiv
 # 2407.21783, section 3.3.4).

@@ -21,6 +21,7 @@ from distributed_training.records.metrics_file import FILE, unreadable_lines
 from distributed_training.records.recorded_run import read_folder
 from distributed_training.strategies.deepspeed.options import lookup
 from distributed_training.units import MB, human_bytes, human_rate
+from tools.plotting import draw_bars
 from tools.runs import comparison_text, outliers, plots
 from tools.runs.plots import Chart
 
@@ -214,6 +215,6 @@ def _charts_of_step(results: dict) -> dict[str, Chart]:
         times = {"": [1000 * seconds for seconds in phases.values()]}
         bars["Mean time of each phase of a step (ms)"] = [*phases], times
     return {
-        caption: partial(plots.draw_bars, names=names, bars=values)
+        caption: partial(draw_bars, names=names, bars=values)
         for caption, (names, values) in bars.items()
     }

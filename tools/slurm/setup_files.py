@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distributed_training import PROJECT
 from distributed_training.errors import UserError
+from distributed_training.ranks.time_limit import seconds_of
 from tools.slurm import slurm
 
 
@@ -99,7 +100,7 @@ def launch_script(args: argparse.Namespace, made_by: str) -> str:
 
 def slurm_job(args: argparse.Namespace, made_by: str) -> str:
     """Return a batch script for Slurm."""
-    slurm.seconds_of(args.time_limit)
+    seconds_of(args.time_limit)
     gpus = args.num_gpus_per_node
     named = {"partition": args.partition, "account": args.account}
     values: dict[str, object] = {

@@ -4,13 +4,11 @@
 `scripts/distributed_setup.py` fills it in with a user's choices.
 """
 
-import re
 from pathlib import Path
 
 from distributed_training import PROJECT
-from distributed_training.errors import UserError
+from distributed_training.ranks.time_limit import SIGNAL_SECONDS
 
-SIGNAL_SECONDS = 120  # before the time limit
 SITE_LINES = [
     "##SBATCH --partition=gpu                # EDIT: remove one # if your site requires it",
     "##SBATCH --account=my-project           # EDIT",
@@ -80,20 +78,6 @@ def batch_script(kind: str, about: str, arguments: str = "", **values: object) -
     script = f'"$project/real_model_example.py" --output_dir "$output"{arguments} "$@"'
     fixed = {"kind": kind, "about": comment, "arguments": arguments, "script": script}
     return fill("slurm", **{**DEFAULTS, **values, **fixed})
-
-
-def seconds_of(time_limit: str) -> int:
-    """Return the seconds of a time limit, HH:MM:SS or D-HH:MM:SS.
-
-    Raises:
-        UserError: it has another form, or is 0, which means no limit.
-    """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", time_limit, re.ASCII)
-    parts = [int(part or 0) for part in found.groups()] if found else [0]
-    seconds = sum(part * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
-    if seconds == 0:
-        raise UserError(f"--time_limit {time_limit}: write it as HH:MM:SS or D-HH:MM:SS, above 0.")
-    return seconds
 
 
 def examples() -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 from distributed_training.errors import UserError
 from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
-from distributed_training.memory.fit import Limits, recommend, remedies
+from distributed_training.memory.fit import Limits, recommend
 from distributed_training.units import GB
 from distributed_training.workload.workload import Workload
 from tools.plan import command, cost, flags, network_cost, text
@@ -140,26 +140,6 @@ def test_the_slowest_rank_determines_the_rate(monkeypatch):
     alone = rates.assumed_rate(args, work).tokens_per_second
     hours = {row.name: row.value for row in rows}["hours"]
     assert 3600 * hours / 10 == pytest.approx(6 * work.seq_length / alone)
-
-
-def test_a_rank_needs_the_memory_of_its_share():
-    work = Workload(GPT2, 2, 4, 512).with_share(1.5)
-    assert work.sequences == 6 and work.with_share(1.4).sequences == 6
-    assert replace(work, batch_size=3).with_share(5 / 3).sequences == 5
-    assert replace(work, batch_size=1).with_share(0.25).sequences == 1
-    six = predict(Workload(GPT2, 2, 6, 512), "dp")
-    assert predict(work, "dp").sizes() == six.sizes()
-
-
-def test_advice_to_a_rank_with_a_share_is_in_the_terms_of_the_flags():
-    """--batch_size is the average of the ranks."""
-    work = Workload(GPT2, 2, 8, 1024).with_share(1.75)
-    limits = Limits(8 * GB)
-    assert not limits.fits(work, "dp")
-    found = [line for line in remedies(work, "dp", limits) if line.startswith("--batch_size")]
-    assert found == ["--batch_size 4 --gradient_accumulation_steps 2"]
-    [need] = [remedies(work, "dp", limits)[line] for line in found]
-    assert need.sizes() == predict(Workload(GPT2, 2, 7, 1024, accumulation=2), "dp").sizes()
 
 
 # ------------------------------------------------------------------------------------- slow links

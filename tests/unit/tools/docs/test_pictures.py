@@ -4,9 +4,9 @@ import re
 
 import pytest
 from documents import PROJECT, tracked
-from draw_pictures import IMAGES, Bar, collectives_of, lanes_of, parts_of, planned
 
 from distributed_training.units import GB
+from tools.docs.pictures import IMAGES, Bar, collectives_of, lanes_of, parts_of, planned
 
 LARGEST = 150_000  # bytes
 PICTURES = sorted(name for name in tracked() if name.startswith("docs/images/"))

@@ -7,13 +7,11 @@ import pytest
 from distributed_training.errors import UserError
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.units import GB
-from distributed_training.workload import peak_flops
 from distributed_training.workload.workload import Workload, adapters
 from tools.plan import network_cost
 from tools.plan import rate as rates
 from tools.plan.cost import slurm_budget
 from tools.plan.rate import Rate
-from tools.slurm.slurm import seconds_of
 
 
 @pytest.mark.parametrize(
@@ -43,15 +41,6 @@ def test_a_network_adds_the_time_of_sending_to_each_step():
     assert network_cost.on_network(rate, work, sent=0, bandwidth=2).tokens_per_second == 8192
 
 
-def test_devices_by_their_short_names():
-    names = {"a100": 312, "A100-SXM4-80GB": 312, "rtx 4090": 165.2, "MI250X": 191.5}
-    for name, half in names.items():
-        assert peak_flops.find_by_short_name(name).half == pytest.approx(half)
-    for name, known in {"H100": "H100 PCIe", "Z80": "A100", "V100": "V100S"}.items():
-        with pytest.raises(UserError, match=f"{name}.*{known}"):
-            peak_flops.find_by_short_name(name)
-
-
 # ------------------------------------------------------------------------------------- Slurm jobs
 
 
@@ -61,10 +50,3 @@ def test_time_between_saves_and_jobs():
     assert found == (3, 600, 3_000)  # jobs, seconds between saves, seconds of training in a job
     with pytest.raises(UserError, match="--time_limit"):
         slurm_budget(50, 1, -1, 2e3)
-
-
-def test_time_limits_as_slurm_reads_them():
-    assert seconds_of("48:00:00") == seconds_of("2-00:00:00") == 172_800
-    for text in ("0", "00:00:00", "1:2:3:4"):
-        with pytest.raises(UserError, match="--time_limit"):
-            seconds_of(text)

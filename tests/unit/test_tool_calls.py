@@ -19,7 +19,6 @@ from distributed_training.data.row_files import rows_of_file
 from distributed_training.data.rows import BadRow, RowOptions, read_row
 from distributed_training.errors import UserError
 from distributed_training.model.generate import end_ids
-from tools.chat.conversation import Conversation, Unanswerable
 
 SCHEMA = {"name": "weather", "parameters": {"type": "object", "required": ["city"]}}
 TOOLS = [{"type": "function", "function": SCHEMA}]
@@ -448,16 +447,6 @@ def test_the_default_of_train_on_changes_no_digest():
     assert options.for_digest() == [(("text", "body"),), "t"]
     every = options._replace(train_on="all")
     assert repr(every) != repr(options) and every.for_digest() != options.for_digest()
-
-
-def test_a_conversation_keeps_its_history_if_a_message_is_too_long():
-    conversation = Conversation(with_template(QWEN), 60, None)
-    conversation.ask("How are you?")
-    conversation.answered("Well.")
-    before = [*conversation.messages]
-    with pytest.raises(Unanswerable):
-        conversation.ask("many words " * 99)
-    assert conversation.messages == before
 
 
 def test_an_answer_ends_with_the_token_of_the_template():

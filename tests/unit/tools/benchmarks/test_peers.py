@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks import peers
-
+from tools.benchmarks import peers
 from tools.benchmarks.peers import PEERS, Case, Run, Setting, Spread
 
 GB = 2**30

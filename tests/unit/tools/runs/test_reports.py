@@ -6,12 +6,11 @@ import sys
 import warnings
 
 import pytest
+from written_runs import LOSSES, RESULTS, save, steps
 
 from distributed_training.errors import UserError
-from distributed_training.records.causes import EFFECT_OF
 from distributed_training.records.compare import compare_runs, read_comparison, read_row
 from distributed_training.records.loss_figure import draw_losses
-from distributed_training.records.metrics_file import MetricsFile
 from distributed_training.records.recorded_run import read_run
 from tools.runs import plots
 from tools.runs.comparison_text import (
@@ -24,62 +23,6 @@ from tools.runs.comparison_text import (
 )
 from tools.runs.page import page_of
 
-LOSSES = [8.0, 7.5, 7.0, 6.5, 6.0, 5.5]
-STATES = {"parameters": 8 << 20, "gradients": 8 << 20, "optimizer": 16 << 20}
-RANK = {**STATES, "buffers": 0, "other": 1}
-RESULTS = {
-    **{"status": "completed", "strategy": "dp", "model": "tiny-gpt2", "parameters": 2 << 20},
-    **{"trainable_parameters": 2, "world_size": 2, "simulated_world_size": None, "device": "cpu"},
-    **{"precision": "fp32", "batch_size": 1, "gradient_accumulation_steps": 1, "seed": 1},
-    **{"global_batch_size": 2, "seq_length": 8, "steps": 6, "samples": 12, "command": "python x"},
-    **{"dataset": {"name": "d", "sha256": "x"}, "started_at": "2026-01-01T00:00:00+00:00"},
-    "hardware": {"cpu": "c", "cores": 1, "gpu": None, "gpu_memory_bytes": None, "ram_bytes": 9},
-    "versions": {"torch": "2", "deepspeed": "1", "transformers": "5"},
-    "memory": {
-        **{"peak_bytes": [9, 9], "host_peak_bytes": [9, 9], "nvme_bytes": 0},
-        "categories_bytes_by_rank": [RANK, RANK],
-        "device_categories_bytes_by_rank": [RANK, RANK],
-        "predicted_bytes": {**STATES, "peak": 40 << 20},
-    },
-    **{"samples_per_second": 2.0, "tokens_per_second_per_gpu": 16.0, "train_loss_last": 5.5},
-    "step_seconds": {"median": 1.0, "p10": 0.9, "p90": 1.2},
-    "step_phases_seconds": {"data": 0.1, "forward": 0.1, "backward": 0.1, "update": 0.1},
-    "communication_bytes_per_step": 8.0,
-    "communication_per_step": {
-        "all_reduce float32": {"calls": 1, "message_bytes": 8 << 20, "sent_bytes": 8}
-    },
-}
-
-
-def steps(losses=LOSSES, first=1, lr=1e-3, norms=()):
-    """Records of steps; earlier versions recorded no gradient norms."""
-    records = [
-        {"step": number, "epoch": 1, "loss": loss, "lr": lr}
-        for number, loss in enumerate(losses, first)
-    ]
-    for record, norm in zip(records, norms, strict=False):
-        record["grad_norm"] = norm
-    return records
-
-
-def save(folder, results, records):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(results))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return folder
-
-
-@pytest.fixture
-def ours(tmp_path):
-    """ours(name, records, **results) writes an output folder; `flags` and `soft` have defaults."""
-
-    def write(name, records, flags=None, soft=None, **results):
-        signature = {"hard": {"parameters": 10}, "soft": {"dataset": "a" * 64} | (soft or {})}
-        facts = {"flags": flags or {"eval": True}, "run_signature": signature}
-        return save(tmp_path / name, RESULTS | facts | results, records)
-
-    return write
-
 
 def compared(*places, tolerance=1e-6):
     """The comparison as JSON with the keys of the last run, and its text without line breaks."""
@@ -89,21 +32,6 @@ def compared(*places, tolerance=1e-6):
 
 
 # ------------------------------------------------------------------------------------------ causes
-
-# Flags that change no loss, or only the data, whose digest is compared.
-NO_EFFECT = """
-    dataset dataset_config dataset_revision train_split include text_column prompt_column
-    completion_column max_bad_rows cache_dir merge_lora nvme_path auto_micro_batch
-    global_batch_size generate_every_eval
-""".split()
-
-
-def test_every_flag_that_can_change_a_loss_is_compared():
-    from distributed_training.cli.flags import GROUPS
-
-    groups = ("Model", "Data", "Training", "Strategy")
-    flags = {name for group in groups for name in GROUPS[group]}
-    assert flags - {*NO_EFFECT} <= EFFECT_OF.keys()
 
 
 def test_another_learning_rate_with_equal_flags_is_named(ours):
@@ -265,19 +193,6 @@ def test_a_line_that_cannot_be_read_is_named(ours):
     assert compared(a, a)[0]["unreadable_lines"] == []
 
 
-def test_a_resume_names_the_lines_that_it_removes(ours, capsys):
-    """Not the half line of a run that was killed."""
-    file = ours("a", steps()) / "metrics.jsonl"
-    lines = file.read_text().splitlines()
-    lines[1] = "\0" * 40
-    file.write_text("\n".join(lines) + '\n{"step": 7, "lo')
-    for notice in ("line 2 ", ""):
-        MetricsFile(file).cut_at(5)
-        assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3, 4, 5]
-        out, err = capsys.readouterr()
-        assert notice in out + err and bool(out + err) == bool(notice)
-
-
 def test_without_matplotlib_there_are_no_pictures(ours, monkeypatch, capsys):
     folder = ours("a", steps())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -327,13 +242,6 @@ def test_means_of_trainer_are_compared_with_the_means_of_the_same_steps(ours, tm
     assert spans == [(1, 2), (3, 4), (5, 6)]
     found, text = compared(a, tmp_path / "two", ours("c", steps([loss + 1e-3 for loss in LOSSES])))
     assert found["departing"] == ["C"] and "B agree" in text  # three at once
-
-
-def test_places_without_a_run(tmp_path):
-    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
-    for place in (tmp_path / "trainer_state.json", tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError):
-            read_run(place)
 
 
 # -------------------------------------------------------------------------------------- strategies
