@@ -23,6 +23,9 @@ from distributed_training.rank_shares import AUTO
 from distributed_training.ranks import launch as launching
 from distributed_training.ranks import tuning
 from distributed_training.settings.command import CommandSettings
+from distributed_training.settings.data import DataSettings
+from distributed_training.settings.model import ModelSettings
+from distributed_training.settings.output import OutputSettings
 from distributed_training.settings.settings import Hub, Settings
 
 if TYPE_CHECKING:
@@ -63,14 +66,16 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
         require_hooks(settings, hooks)
         tuning.choose_hardware(settings.training.device)
         # Before the settings of this process, which the runs of --prove would inherit.
-        print_or_prove(line, settings, launch, hooks)
+        print_or_prove(line, launch, hooks)
         tuning.tune_process(
             launch, settings.model.compile, settings.training.deterministic, verbose, quiet
         )
         if settings.debug.simulate_gpus:
             launch = launching.simulated(launch, settings.debug.simulate_gpus)
         check_run(settings, is_restart=process.RESTARTED in os.environ)
-        settings = replace(settings, hub=find_hub(settings, launch))
+        model, data, output = settings.model, settings.data, settings.output
+        hub = find_hub(model, data, output, settings.command, launch)
+        settings = replace(settings, hub=hub)
         for notice in line.notices if launch.is_main and not quiet else ():
             print(f"ℹ️  {notice}")
         if settings.command.prefetch and hooks.prefetch:
@@ -82,16 +87,14 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
     return settings, launch
 
 
-def print_or_prove(
-    line: CommandLine, settings: Settings, launch: launching.Launch, hooks: Hooks
-) -> None:
+def print_or_prove(line: CommandLine, launch: launching.Launch, hooks: Hooks) -> None:
     """Do what --print_config and --prove ask for, and exit; return without these flags."""
-    if settings.run_file.print_config:
+    if line.settings.run_file.print_config:
         from distributed_training.print_flags import print_flags  # no run needs it
 
         print_flags(line, launch, hooks.choose)
-    if settings.command.prove is not None and hooks.prove:
-        sys.exit(hooks.prove(settings))
+    if line.settings.command.prove is not None and hooks.prove:
+        sys.exit(hooks.prove(line.settings))
 
 
 def refuse_launcher(command: CommandSettings, launch: launching.Launch) -> None:
@@ -142,20 +145,25 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
     launching.exit_before_start(error, verbose)
 
 
-def find_hub(settings: Settings, launch: launching.Launch) -> Hub:
+def find_hub(
+    model: ModelSettings,
+    data: DataSettings,
+    output: OutputSettings,
+    command: CommandSettings,
+    launch: launching.Launch,
+) -> Hub:
     """Return what is known about the Hugging Face hub, which is asked if the run needs it.
 
     Raises:
         UserError: see `ask_hub`.
     """
-    model, datasets = names_on_hub(settings.model.model, settings.data.dataset)
-    if not (model or datasets or settings.output.push_to_hub):
+    name, datasets = names_on_hub(model.model, data.dataset)
+    if not (name or datasets or output.push_to_hub):
         os.environ["HF_HUB_OFFLINE"] = "1"
         return Hub(offline=True)
     from distributed_training.cli.hub import ask_hub  # its probe is for runs that need the hub
 
-    sections = settings.model, settings.data, settings.output, settings.command
-    return ask_hub(*sections, launch.is_main, launch.is_node_leader)
+    return ask_hub(model, data, output, command, launch.is_main, launch.is_node_leader)
 
 
 def run_on_all_ranks(

@@ -6,11 +6,12 @@ locate    the parts of --model on this machine; download: a model of the hub
 config    config.json, generation_config.json, and what the flags change of them
 tokenizer read from its folder, or the embedded one
 weights   read from a folder, drawn from the seed, saved for the other ranks
-prepare   a loaded model for training: its blocks, its forward pass, its device
+prepare   a loaded model for training: its forward pass, its device
 loss      the next-token loss, computed in chunks of the logits by the output layer
 isolation attention within a document, where a sequence has several
 lora      LoRA adapters, attached by peft; merging: added to the weights for an export
 generate  text from a model that may be sharded over the ranks
 export    the trained model as a folder for `from_pretrained`; card: its model card
+trained_model  what an export needs of a run
 push      the upload of that folder to the Hugging Face hub
 """
