@@ -9,9 +9,14 @@ WHERE = ("in the checkpoint", "in this run")
 NAMES_BEFORE = {"reduce_dtype": "fsdp_reduce_dtype"}  # of entries in earlier versions
 # Entries that earlier versions did not write, and their value in the runs of those versions.
 VALUES_BEFORE: JsonObject = {
-    **{"isolate_documents": False, "packing": False, "document_start": None},
-    **{"decay_ratio": 0.1, "decay_type": "linear", "min_lr_ratio": 0.0},
-    **{"lora_rslora": False, "lora_dora": False},
+    "isolate_documents": False,
+    "packing": False,
+    "document_start": None,
+    "decay_ratio": 0.1,
+    "decay_type": "linear",
+    "min_lr_ratio": 0.0,
+    "lora_rslora": False,
+    "lora_dora": False,
     "train_on": "assistant",
 }
 

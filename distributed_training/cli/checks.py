@@ -22,8 +22,11 @@ DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 
 # Flags that need evaluations; all but the first need them during training.
 NEED_EVALUATIONS = (
-    *("eval_only", "eval_every", "generate_every_eval"),
-    *("early_stopping_patience", "load_best_at_end"),
+    "eval_only",
+    "eval_every",
+    "generate_every_eval",
+    "early_stopping_patience",
+    "load_best_at_end",
 )
 _AT_INTERVALS = " ".join(NEED_EVALUATIONS[1:])
 
@@ -56,7 +59,9 @@ NEEDED = {
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"), "lora_r"),
     **dict.fromkeys(("lora_dora", "merge_lora", "use_peft", "load_in_4bit"), "lora_r"),
     **dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub"),
-    **{"resume_force": "resume", "streaming": "max_steps", "generate_every_eval": "generate"},
+    "resume_force": "resume",
+    "streaming": "max_steps",
+    "generate_every_eval": "generate",
     "replay": "output_dir",
 }
 

@@ -36,8 +36,13 @@ PLAIN_TEMPLATE = (
 )
 # Keys of a message whose values would not be trained on: only text and tool calls are.
 UNSUPPORTED = (
-    *("function_call", "reasoning_content", "reasoning", "thinking"),
-    *("images", "image", "audio"),
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "images",
+    "image",
+    "audio",
 )
 CALL = "function_call"  # the role of a ShareGPT message that has a tool call as JSON
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's names

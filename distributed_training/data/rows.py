@@ -37,7 +37,15 @@ FORMATS = (
 # Keys whose values would not be trained on. A row with a value of one of them that its format does
 # not read cannot be used, except a text.
 UNSUPPORTED = (
-    *("tools", "functions", "history", "images", "image", "videos", "video", "audios", "audio"),
+    "tools",
+    "functions",
+    "history",
+    "images",
+    "image",
+    "videos",
+    "video",
+    "audios",
+    "audio",
 )
 
 

@@ -30,8 +30,16 @@ NOT_WITH_FAKE_TENSORS = (
 )
 # Of transformers and the libraries that it reads weights with.
 LOADING_ERRORS = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError),
-    *(ImportError, SafetensorError, pickle.UnpicklingError),
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    ImportError,
+    SafetensorError,
+    pickle.UnpicklingError,
 )
 TIE = "tie_word_embeddings"  # the key of a configuration
 NOT_BUILT = "{}: no model can be built from the values in its config.json"

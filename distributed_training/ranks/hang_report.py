@@ -15,9 +15,14 @@ def table_of(states: dict[int, dict]) -> str:
     """Return a table with one row for each rank."""
     rows = [
         [
-            *(str(rank), state["host"], str(state["pid"]), process_status(state)),
-            *(str(state["step"] or ""), state["doing"]),
-            *(f"{state['number']} {state['collective']}", f"{state['seconds']} s ago"),
+            str(rank),
+            state["host"],
+            str(state["pid"]),
+            process_status(state),
+            str(state["step"] or ""),
+            state["doing"],
+            f"{state['number']} {state['collective']}",
+            f"{state['seconds']} s ago",
         ]
         for rank, state in states.items()
     ]

@@ -74,15 +74,21 @@ class Replayed(TypedDict):
 NUMBER, TEXT = optional(is_number), optional(is_text)
 IS_SEQUENCE = record(
     {
-        **{"text": is_text, "targets": is_count, "rank": is_count},
-        **{"loss": NUMBER, "gradient_share": NUMBER},
+        "text": is_text,
+        "targets": is_count,
+        "rank": is_count,
+        "loss": NUMBER,
+        "gradient_share": NUMBER,
         "origins": list_of(record({"dataset": is_text, "row": TEXT})),
         "largest_losses": list_of(record({"start": is_count, "end": is_count, "loss": NUMBER})),
     }
 )
 IS_REPLAYED = record(
     {
-        **{"step": is_count, "outcome": is_text, "reason": TEXT, "equal": optional(is_switch)},
+        "step": is_count,
+        "outcome": is_text,
+        "reason": TEXT,
+        "equal": optional(is_switch),
         **dict.fromkeys(("loss", "recorded_loss", "lr", "grad_norm"), NUMBER),
         **dict.fromkeys(("clip_factor", "loss_scale"), NUMBER),
         **dict.fromkeys(("run", "repeated"), dict_of(anything)),

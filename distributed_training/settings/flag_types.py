@@ -74,10 +74,12 @@ def boolean(text: str) -> bool:
 
 # Other names of values, those of Trainer and accelerate; YAML reads no as false.
 VALUES = {
-    **{"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
-    **{"warmup_stable_decay": "wsd"},
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-    **{"adamw_bnb_8bit": "adamw_8bit", "false": "no"},
+    "adamw_bnb_8bit": "adamw_8bit",
+    "false": "no",
 }
 
 

@@ -90,9 +90,15 @@ SMALL = "--seq_length 64 --batch_size 4 --dropout 0 --logging_steps 1"  # for th
 NO_FILES = "--no_eval --no_export --no_save"
 ADVICE = re.compile(r"(--batch_size \d+ --gradient_accumulation_steps \d+): ([\d.]+)")
 GQA_CONFIG = {
-    **{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 4096},
-    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024},
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
 }
 
 Words = Sequence[str | int | Path]  # of a command

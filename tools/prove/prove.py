@@ -42,9 +42,15 @@ KEPT = {*GROUPS["Model"], *GROUPS["Data"], *GROUPS["Strategy"]}
 KEPT |= {"device", "verbose"}
 KEPT |= {"lr", "weight_decay", "adam_beta1", "adam_beta2", "seed", "deterministic"}
 SETTINGS = {  # any --lr_scheduler begins with --lr, so one step needs no setting for it
-    **{"max_steps": 1, "save_every": 1},
-    **{"eval": False, "no_export": True, "merge_lora": False, "quiet": True},
-    **{"precision": "fp32", "dropout": 0.0, "lora_dropout": 0.0},
+    "max_steps": 1,
+    "save_every": 1,
+    "eval": False,
+    "no_export": True,
+    "merge_lora": False,
+    "quiet": True,
+    "precision": "fp32",
+    "dropout": 0.0,
+    "lora_dropout": 0.0,
     # Adam divides its first update by |gradient| + epsilon. With 1e-8 an element whose gradient is
     # only rounding (the bias of keys) would move by the learning rate.
     "adam_epsilon": 1e-4,

@@ -23,10 +23,20 @@ PREFIX = ".replay-"  # of the temporary folder in the run's output folder
 
 # Flags of a replay, which writes nothing else. The steps are the same with and without these.
 WRITES_NOTHING = {
-    **{"save_every": None, "save_epochs": False, "no_save": True, "load_best_at_end": False},
-    **{"no_export": True, "export_hf": None, "push_to_hub": False, "report_to": ()},
-    **{"generate": (), "generate_every_eval": False, "profile": None, "memory_snapshot": None},
-    **{"auto_micro_batch": False, "overwrite": False},
+    "save_every": None,
+    "save_epochs": False,
+    "no_save": True,
+    "load_best_at_end": False,
+    "no_export": True,
+    "export_hf": None,
+    "push_to_hub": False,
+    "report_to": (),
+    "generate": (),
+    "generate_every_eval": False,
+    "profile": None,
+    "memory_snapshot": None,
+    "auto_micro_batch": False,
+    "overwrite": False,
     # `check_same_run` has compared the settings. The run itself may have forced a resume.
     "resume_force": True,
 }

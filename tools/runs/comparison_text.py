@@ -108,8 +108,12 @@ def _run_as_json(run: RecordedRun) -> JsonObject:
     agreement = run.agreement
     loss, norm = agreement.largest("loss", "eval_loss"), agreement.largest("grad_norm")
     entry = {
-        **{"strategy": run.name, "status": run.status, "reason": run.reason},
-        **{"folder": str(run.place), "command": command_of(run), "repeats": len(run.repeats)},
+        "strategy": run.name,
+        "status": run.status,
+        "reason": run.reason,
+        "folder": str(run.place),
+        "command": command_of(run),
+        "repeats": len(run.repeats),
         "started_at": run.results.get("started_at"),
         **run.numbers,
         "compared_steps": agreement.steps,

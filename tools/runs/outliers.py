@@ -24,8 +24,11 @@ class Limit(NamedTuple):
 LIMITS = {"loss": Limit(5.0, 1.1), "grad_norm": Limit(8.0, 2.0)}
 # Flags, and their values, that a replay does without.
 OF_A_RESUME = (
-    *("--resume", "--resume_from_checkpoint", "--resume_force"),
-    *("--overwrite", "--overwrite_output_dir"),
+    "--resume",
+    "--resume_from_checkpoint",
+    "--resume_force",
+    "--overwrite",
+    "--overwrite_output_dir",
 )
 NAMES = {"loss": "loss", "grad_norm": "norm of the gradient"}
 

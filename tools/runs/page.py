@@ -95,7 +95,9 @@ def _comparison(folder: Path) -> JsonObject:
     }
     subtitle = comparison_text.title(comparison)
     return {
-        **{"title": comparison.name, "subtitle": subtitle, "sections": sections},
+        "title": comparison.name,
+        "subtitle": subtitle,
+        "sections": sections,
         "notices": [],  # the conclusions name the lines that cannot be read
     }
 
@@ -136,7 +138,9 @@ def _run(folder: Path) -> JsonObject:
     return {
         "title": _title(results) or folder.resolve().name,
         "subtitle": f"{folder}: {results.get('status')}, started {results.get('started_at')}",
-        **{"problem": problem, "sections": sections, "notices": damage},
+        "problem": problem,
+        "sections": sections,
+        "notices": damage,
     }
 
 

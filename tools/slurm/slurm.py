@@ -18,28 +18,40 @@ ACTIVATE = (
     'then export PATH="$project/.venv/bin:$PATH"; fi'
 )
 DEFAULTS = {
-    **{"name": "train", "nodes": 1, "tasks": 1, "gpus": 4, "cpus": 8, "time": "02:00:00"},
-    **{"project": "", "modules": "", "activate": ACTIVATE, "sbatch": SITE_LINES},
-    **{"signal_seconds": SIGNAL_SECONDS, "launcher": "torchrun"},
+    "name": "train",
+    "nodes": 1,
+    "tasks": 1,
+    "gpus": 4,
+    "cpus": 8,
+    "time": "02:00:00",
+    "project": "",
+    "modules": "",
+    "activate": ACTIVATE,
+    "sbatch": SITE_LINES,
+    "signal_seconds": SIGNAL_SECONDS,
+    "launcher": "torchrun",
 }
 PER_GPU = {"nodes": 2, "tasks": 4, "cpus": 2}
 # (file, kind, what it is for, values other than DEFAULTS); see `batch_script`.
 EXAMPLES: tuple[tuple[str, str, str, dict], ...] = (
     ("train_single_node", "one_node", "One node: torchrun starts one rank per GPU.", {}),
     (
-        *("train_multi_node", "torchrun"),
+        "train_multi_node",
+        "torchrun",
         "Several nodes: torchrun, once on each node, starts one rank per GPU.",
         {"nodes": 2},
     ),
     ("train_srun", "srun", "One Slurm task per GPU, without a launcher.", PER_GPU),
     (
-        *("train_requeue", "requeue"),
+        "train_requeue",
+        "requeue",
         "A run longer than a job's time limit: it is saved before the limit or on preemption,\n"
         "requeued and resumed.",
         {**PER_GPU, "arguments": " --resume"},
     ),
     (
-        *("compare", "compare"),
+        "compare",
+        "compare",
         "Compare all strategies on one node; tables and figure are written to the folder of sbatch.",
         {"name": "compare"},
     ),
