@@ -1,6 +1,6 @@
 """What runs have written: it is read, and runs are compared.
 
-metrics_file   metrics.jsonl, and its curve loss.png
+metrics_file   metrics.jsonl; loss_figure: its curve, loss.png
 results_types  the types of the keys of results.json
 recorded_run   a run's results, steps and evaluations, and the numbers that a comparison shows
 causes         what differs between two runs, and what each setting can change
