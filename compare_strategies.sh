@@ -150,8 +150,8 @@ runs=comparison_runs/${model//\//_}
 configuration=$(
     printf 'model %q\nranks %s\narguments' "$model" "$ranks" && printf ' %q' "${arguments[@]}" && printf '\n'
     printf '%s\n' "${facts#*$'\n'}" "tf32 ${NVIDIA_TF32_OVERRIDE-}${environment[*]}"
-    cd "$project" && printf 'code %s\n' \
-        "$(find distributed_training -name '*.py' -print0 | LC_ALL=C sort -z | xargs -0 cat real_model_example.py ds_config_*.json | cksum)"
+    printf 'code %s %s\n' "$(cat "$project"/ds_config_*.json | cksum)" \
+        "$(in_project 'from distributed_training.process import code_digest; print(code_digest())')"
 )
 mkdir -p comparison_runs || die "$PWD/comparison_runs cannot be created: change to a folder that you may write to."
 if command -v flock > /dev/null; then

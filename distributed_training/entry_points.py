@@ -1,7 +1,6 @@
 """The commands that pip installs (pyproject.toml): each runs a program of this project by its path.
 
-The imports are relative, because the installed package is `distributed_training`, and the programs
-import `support`.
+By its path, because launchers start the same file on every rank, and it finds tools/ next to itself.
 """
 
 import os
@@ -9,7 +8,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from . import PROJECT
+from distributed_training import PROJECT
 
 
 def run(program: str) -> NoReturn:
