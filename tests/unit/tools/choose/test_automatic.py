@@ -6,13 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed_training.cli.parse import parse_arguments, read_command_line
+from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
 from distributed_training.memory.fit import Limits
-from distributed_training.print_flags import print_flags
 from distributed_training.units import GB
 from tools.choose import candidates, choose
-from tools.plan import flags as planner_flags
 
 GPT2 = ["--model", "gpt2", "--seq_length", "1024", "--precision", "fp32"]
 BOTH = [*GPT2, "--strategy", "auto", "--batch_size", "auto", "--global_batch_size", "64"]
@@ -104,60 +102,3 @@ def test_a_resumed_run_keeps_its_choice(four_ranks, tmp_path):
     # On another number of ranks it may not divide the batch.
     (tmp_path / "results.json").write_text(json.dumps({**results, "world_size": 2}))
     assert chosen(four_ranks, resumed)[0][0] == "dp"
-
-
-def test_a_global_batch_determines_the_accumulation(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    training = parse_arguments(["--batch_size", "3", "--global_batch_size", "24"]).training
-    assert training.gradient_accumulation_steps == 4 and training.global_batch(2) == 24
-    # Both flags are valid if they agree.
-    same = ["--batch_size", "3", "--global_batch_size", "24", "--gradient_accumulation_steps", "4"]
-    assert parse_arguments(same).training == training
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--global_batch_size 10 --batch_size 4", "not a multiple of --batch_size 4 × 1 rank"),
-        ("--global_batch_size 8 --gradient_accumulation_steps 3", "makes 2 micro-batches"),
-        ("--batch_size auto", "needs --global_batch_size"),
-        ("--batch_size auto --global_batch_size 8 --gradient_accumulation_steps 2", "leave"),
-        ("--batch_size auto --global_batch_size 8 --rank_shares 2,1", "equal shares"),
-        ("--strategy auto --eval_only", "does not train"),
-        ("--strategy auto --simulate_gpus 4", "real GPUs"),
-        ("--global_batch_size 8 --ds_config ds_config_stage2.json", "set it there"),
-        ("--strategy auto --prove", "all strategies"),
-        ("--strategy auto --fsdp_config x.json", "leave --ds_config and --fsdp_config out"),
-    ],
-)
-def test_what_auto_excludes(flags, said):
-    with pytest.raises(UserError, match=said):
-        read_command_line(flags.split())
-
-
-def test_the_printed_flags_are_those_of_any_number_of_ranks(monkeypatch, capsys, tmp_path):
-    """The accumulation follows from --global_batch_size."""
-    line = read_command_line(["--batch_size", "2", "--global_batch_size", "8"])
-    monkeypatch.setattr("distributed_training.process.check_output", lambda: None)
-    with pytest.raises(SystemExit):
-        print_flags(line, launch=None)
-    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
-    for world_size, steps in ((1, 4), (2, 2), (4, 1)):
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        training = parse_arguments(["--config", str(tmp_path / "run.yaml")]).training
-        assert training.gradient_accumulation_steps == steps
-
-
-def planned(monkeypatch, file, **flags):
-    """The arguments of plan_memory.py for a run file, on three GPUs."""
-    file.write_text("".join(f"{name}: {value}\n" for name, value in flags.items()))
-    monkeypatch.setattr("sys.argv", ["plan_memory.py", "--config", str(file), "--gpus", "3"])
-    return planner_flags.read_flags(planner_flags.build_parser("A plan."))
-
-
-def test_the_plan_of_a_run_file_with_auto_or_a_global_batch(monkeypatch, tmp_path):
-    args = planned(monkeypatch, tmp_path / "a.yaml", batch_size=8, global_batch_size=48)
-    assert (args.batch_size, args.gradient_accumulation_steps) == (8, 2)
-    assert planned(monkeypatch, tmp_path / "b.yaml", strategy="auto").strategy is None
-    with pytest.raises(UserError, match="which a run chooses"):
-        planned(monkeypatch, tmp_path / "c.yaml", batch_size="auto", global_batch_size=48)
