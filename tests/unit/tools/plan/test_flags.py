@@ -1,4 +1,4 @@
-"""plan_memory.py --config with flags that are auto, or with a global batch."""
+"""Run files that leave a choice to the run, in the planner."""
 
 import pytest
 
