@@ -1,4 +1,4 @@
-"""--strategy auto and --batch_size auto: what they exclude; --global_batch_size; --print_config."""
+"""The flags that may be auto, and --global_batch_size, on the command line."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_the_printed_flags_are_those_of_any_number_of_ranks(monkeypatch, capsys,
     line = read_command_line(["--batch_size", "2", "--global_batch_size", "8"])
     monkeypatch.setattr("distributed_training.process.check_output", lambda: None)
     with pytest.raises(SystemExit):
-        print_flags(line, launch=None)
+        print_flags(line, launch=None, choose=None)
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
     for world_size, steps in ((1, 4), (2, 2), (4, 1)):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
