@@ -1,15 +1,11 @@
-"""The commands that pip installs (pyproject.toml): each runs a program of this project by its path.
-
-The imports are relative, because the installed package is `distributed_training`, and the programs
-import `support`.
-"""
+"""The commands that pip installs (pyproject.toml): each runs a program of the project by path."""
 
 import os
 import sys
 from functools import partial
 from typing import NoReturn
 
-from . import PROJECT
+from distributed_training.about import PROJECT
 
 
 def run(program: str) -> NoReturn:

@@ -45,8 +45,15 @@ def run(args) -> None:
     from distributed_training.checkpoints import convert
 
     if not args.inspect:
-        options = args.to, args.dtype, args.max_shard_size, args.trust_checkpoint
-        print(f"📁 {convert.convert_checkpoint(args.source, args.target, *options)}")
+        folder = convert.convert_checkpoint(
+            args.source,
+            args.target,
+            args.to,
+            args.dtype,
+            args.max_shard_size,
+            args.trust_checkpoint,
+        )
+        print(f"📁 {folder}")
     elif args.source.is_dir():
         print(convert.inspect(convert.OwnCheckpoint(args.source)))
     else:
