@@ -1,5 +1,8 @@
 """The trainer behind real_model_example.py, as a package that any program can import.
 
+The names in `__all__` are for other programs: docs/PYTHON.md shows them. Each is imported when it
+is first used, so `import distributed_training` is fast and does not import PyTorch.
+
 settings     the settings of a run, in sections: each flag with its type, default and help
 cli          from the command line to the settings; checks of paths and of the hub
 entry        from the command line to a process that may import torch; runs on all ranks
@@ -14,6 +17,7 @@ memory       measured and estimated memory
 workload     what the estimate depends on: the model's dimensions, batches, ranks
 run          a run from its folder to its results: log, meter, trackers, end
 records      what runs have written: reads and compares them
+trained      trained models, for generation
 files        checks of the user's files, atomic writes, caches
 rank_shares  --rank_shares: from shares of the ranks to whole sequences
 train_state  counters, best evaluation and early stopping of a run
@@ -30,10 +34,42 @@ patches      patches of torch, transformers and bitsandbytes
 console      lines and progress bars
 text_tables  tables of text
 units        units of memory, and numbers as people read them
+about        the version, and where the project's files are
 """
 
+from __future__ import annotations
+
 import sys
-from pathlib import Path
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from distributed_training.about import PACKAGE, PROJECT, VERSION  # noqa: F401  # for programs
+
+if TYPE_CHECKING:
+    from distributed_training.checkpoints.convert import convert_checkpoint
+    from distributed_training.cli.resolve import resolve_settings
+    from distributed_training.errors import UserError
+    from distributed_training.memory.plan import Plan, plan
+    from distributed_training.records.compare import Comparison, compare_runs
+    from distributed_training.records.recorded_run import RecordedRun, read_run
+    from distributed_training.settings.settings import Settings
+    from distributed_training.strategies.table import STRATEGIES
+    from distributed_training.trained.load import open_model
+
+__all__ = [
+    "STRATEGIES",
+    "Comparison",
+    "Plan",
+    "RecordedRun",
+    "Settings",
+    "UserError",
+    "compare_runs",
+    "convert_checkpoint",
+    "open_model",
+    "plan",
+    "read_run",
+    "resolve_settings",
+]
 
 if sys.platform == "win32" or sys.version_info < (3, 10):
     # Here, because every program of this project imports this file first, and the next imports fail
@@ -46,8 +82,31 @@ if sys.platform == "win32" or sys.version_info < (3, 10):
     print(f"❌ {need}", file=sys.stderr)
     sys.exit(2)
 
-VERSION = "0.8.0"  # the only place; pyproject.toml reads it
-PACKAGE = Path(__file__).resolve().parent
-# The folder of real_model_example.py, tools/, scripts/ and ds_config_*.json: of the clone, or
-# what pip has installed of it (pyproject.toml).
-PROJECT = PACKAGE / "project" if (PACKAGE / "project").is_dir() else PACKAGE.parent
+# The module of each public name.
+MODULES = {
+    "STRATEGIES": "strategies.table",
+    "Comparison": "records.compare",
+    "Plan": "memory.plan",
+    "RecordedRun": "records.recorded_run",
+    "Settings": "settings.settings",
+    "UserError": "errors",
+    "compare_runs": "records.compare",
+    "convert_checkpoint": "checkpoints.convert",
+    "open_model": "trained.load",
+    "plan": "memory.plan",
+    "read_run": "records.recorded_run",
+    "resolve_settings": "cli.resolve",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used (PEP 562)."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet, and all others."""
+    return sorted({*globals(), *__all__})

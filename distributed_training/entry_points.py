@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from distributed_training import PROJECT
+from distributed_training.about import PROJECT
 
 
 def run(program: str) -> NoReturn:

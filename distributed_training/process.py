@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from distributed_training import PACKAGE, PROJECT
+from distributed_training.about import PACKAGE, PROJECT
 from distributed_training.errors import TrainingError, UserError, explain, redact
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

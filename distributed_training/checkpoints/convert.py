@@ -1,9 +1,10 @@
 """Convert checkpoints of this project to other formats.
 
-    hf      the weights, for `AutoModelForCausalLM.from_pretrained`
-    torch   model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
+    hf          the weights, for `AutoModelForCausalLM.from_pretrained`
+    torch       model.pt and optimizer.pt, for `torch.load(..., weights_only=True)`
+    checkpoint  the other direction; `foreign` opens checkpoints of other programs for it
 
-`write_checkpoint` is the other direction; `foreign` opens checkpoints of other programs for it.
+`convert_checkpoint` writes all three.
 """
 
 import json
@@ -16,17 +17,22 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from distributed_training.checkpoints import foreign
 from distributed_training.checkpoints.format import BUFFERS, kinds_of, write_manifest
 from distributed_training.checkpoints.loading import PieceReader
 from distributed_training.checkpoints.saving import PieceWriter
 from distributed_training.checkpoints.verify import open_checkpoint
-from distributed_training.errors import UserError
+from distributed_training.errors import UserError, explain
 from distributed_training.files.atomic import finish_folder, start_folder
 from distributed_training.files.safetensors_writer import WeightFiles
+from distributed_training.files.user_files import shown
 from distributed_training.model.card import model_card
 from distributed_training.model.lora import peft_name
+from distributed_training.ranks.context import DTYPES
 from distributed_training.strategies.optimizer_shards import MOMENTS
 from distributed_training.train_state import NEW_RUN
+
+FORMATS = ("hf", "torch", "checkpoint")
 
 
 class OwnCheckpoint:
@@ -57,6 +63,53 @@ class OwnCheckpoint:
         """Return whether a parameter has tensors of a kind: under Muon some have other moments."""
         pieces = (piece for piece in self.manifest["pieces"] if piece["name"] == name)
         return all(kind in kinds_of(piece) for piece in pieces)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    dtype: str = "fp32",
+    max_shard_size: str = "1GB",
+    trust_checkpoint: bool = False,
+) -> Path:
+    """Convert a checkpoint to another format, without a network and a GPU.
+
+    Args:
+        source: the folder of a checkpoint; or of a run, whose newest checkpoint is converted; or,
+            to "checkpoint", that of a checkpoint of Hugging Face's Trainer, DeepSpeed or FSDP.
+        target: the new folder.
+        to: "hf": the model for `from_pretrained`, or adapters for peft; "torch": model.pt and
+            optimizer.pt, see `write_torch`; "checkpoint": for --resume.
+        dtype: of the weights of "hf": "fp32", "bf16" or "fp16".
+        max_shard_size: largest size of a file of the weights of "hf", such as "500MB".
+        trust_checkpoint: load a checkpoint of DeepSpeed or FSDP, although that executes the code
+            in its pickles.
+    Returns:
+        The new folder.
+    Raises:
+        UserError: the source is missing, damaged or not supported, the target exists, or an
+            argument is unknown. Nothing remains of the target.
+    """
+    if to not in FORMATS or dtype not in DTYPES:
+        known = f"to is one of {', '.join(FORMATS)}, and dtype of {', '.join(DTYPES)}"
+        raise UserError(f"to {shown(to)} with dtype {shown(dtype)} is no format: {known}.")
+    if not (source := Path(source)).is_dir():
+        raise UserError(f"{source}: no such folder.")
+
+    def write(folder: Path) -> None:
+        if to == "checkpoint":
+            with foreign.open_foreign(source, trust_checkpoint, folder.parent) as opened:
+                write_checkpoint(opened, folder)
+        elif to == "hf":
+            write_hf(OwnCheckpoint(source), folder, DTYPES[dtype], max_shard_size)
+        else:
+            write_torch(OwnCheckpoint(source), folder)
+
+    try:
+        return write_folder(Path(target), write)
+    except Exception as error:
+        raise explain(error) from error
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> Path:

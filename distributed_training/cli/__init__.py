@@ -4,6 +4,7 @@ parser         a parser whose errors are one line, for the run and for all scrip
 flags          the parser of all flags, with their names in other trainers
 given          the flags on the command line and in its run file
 parse          from these flags to the settings: defaults, the strategy's file, checks
+resolve        the settings for a program: from a list of arguments, or values by name
 defaults       values of flags that other flags determine
 choice         --strategy auto, --batch_size auto, --global_batch_size
 trainer_flags  flags of other trainers that set ours

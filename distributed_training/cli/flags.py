@@ -5,7 +5,7 @@ Nothing heavy is imported here, so that --help and argument errors appear at onc
 
 import argparse
 
-from distributed_training import VERSION
+from distributed_training.about import VERSION
 from distributed_training.cli.parser import Parser
 from distributed_training.settings import flag_types
 from distributed_training.settings.command import CommandSettings

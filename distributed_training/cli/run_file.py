@@ -27,26 +27,37 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     Raises:
         UserError: the file cannot be read or is not YAML.
     """
-    content = read_yaml("--config", path)
+    return as_arguments(read_yaml("--config", path), shown(path), parser)
+
+
+def as_arguments(content: Mapping[str, object], place: str, parser: Parser) -> list[str]:
+    """Return the values of a run file as arguments of the command line such as "--lr=1e-4".
+
+    Args:
+        content: the values by name of the flag; None leaves a flag out.
+        place: where they are from, for messages.
+    Raises:
+        UserError: a value is nested, or two names set the same flag.
+    """
     pairs = [(key, value) for key, value in content.items() if key not in GROUPING_KEYS]
     for section in GROUPING_KEYS:
         values = content.get(section) or {}
         if not isinstance(values, dict):
-            raise UserError(f"{shown(path)}: {section} is a section: indent its keys below it.")
+            raise UserError(f"{place}: {section} is a section: indent its keys below it.")
         pairs += [(str(key), value) for key, value in values.items()]
     actions = {option[2:]: a for option, a in parser._option_string_actions.items()}
-    _refuse_repeated(path, [(key, actions[key].dest) for key, _ in pairs if key in actions])
+    _refuse_repeated(place, [(key, actions[key].dest) for key, _ in pairs if key in actions])
     arguments: list[str] = []
     for key, value in pairs:
         items = value if isinstance(value, list) else [value]
         if any(isinstance(item, dict | list | set) for item in items):
-            raise UserError(f"{shown(path)}: {key} cannot have nested values.")
+            raise UserError(f"{place}: {key} cannot have nested values.")
         values = list(map(str, items)) if isinstance(value, list) else []
         if values and isinstance(actions.get(key), AddToFlag):
             arguments += [f"--{key}={text}" for text in values]
             continue
         if any(text.startswith("-") for text in values):
-            raise UserError(f"{shown(path)}: {key} cannot be {shown(value)}.")
+            raise UserError(f"{place}: {key} cannot be {shown(value)}.")
         if values and key in actions and actions[key].nargs in ("+", "*"):
             arguments += [f"--{key}", *values]
         elif value is not None:
@@ -55,7 +66,7 @@ def read_run_file(path: str, parser: Parser) -> list[str]:
     return arguments
 
 
-def _refuse_repeated(path: str, keys: list[tuple[str, str]]) -> None:
+def _refuse_repeated(place: str, keys: list[tuple[str, str]]) -> None:
     """Refuse two keys that set the same flag, and `config`: a run file names no other one.
 
     Args:
@@ -64,9 +75,9 @@ def _refuse_repeated(path: str, keys: list[tuple[str, str]]) -> None:
     names: dict[str, str] = {}
     for key, flag in keys:
         if flag == "config":
-            raise UserError(f"{shown(path)}: {key} cannot be in a run file: use one file.")
+            raise UserError(f"{place}: {key} cannot be in a run file: use one file.")
         if flag in names:
-            raise UserError(f"{shown(path)}: {names[flag]} and {key} set the same flag: keep one.")
+            raise UserError(f"{place}: {names[flag]} and {key} set the same flag: keep one.")
         names[flag] = key
 
 

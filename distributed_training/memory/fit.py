@@ -12,11 +12,12 @@ from functools import partial
 from typing import Protocol
 
 from distributed_training.errors import UserError
+from distributed_training.gpu_generations import HOPPER, TURING
 from distributed_training.memory.estimate import MemoryEstimate, predict, supporting
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.strategies.table import OFFLOADING, ON_DEVICE, PREFERENCE
 from distributed_training.units import GB
-from distributed_training.workload.workload import Workload
+from distributed_training.workload.workload import Device, Workload
 
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 
@@ -58,6 +59,26 @@ class Limits:
     nvme: int | None = None
     ranks_per_node: int = 1  # number of these ranks
 
+    @classmethod
+    def in_gb(
+        cls, gpu: float | None, host: float | None, nvme: float | None, ranks_per_node: int
+    ) -> "Limits":
+        """Return the limits from sizes in GB (2^30 bytes)."""
+        gpu, host, nvme = (None if size is None else int(size * GB) for size in (gpu, host, nvme))
+        return cls(gpu, host, nvme, ranks_per_node)
+
+    @classmethod
+    def of_cpu(cls, host: float | None, nvme: float | None, ranks_per_node: int) -> "Limits":
+        """Return the limits of the processes on the CPUs of a node, which share its memory.
+
+        It includes what offload keeps in it.
+
+        Args:
+            host: memory of the node in GB (2^30 bytes); None: that of this machine.
+        """
+        limits = cls.in_gb(None, host, nvme, ranks_per_node)
+        return replace(limits, gpu=(limits.host or host_memory()) // ranks_per_node, host=None)
+
     def hold(self, need: MemoryEstimate, share: float = 1.0) -> bool:
         """Return whether a strategy's memory estimate fits, in this share of the GPU."""
         return (
@@ -84,6 +105,25 @@ class Limits:
     def pace(self, work: Workload, strategy: str) -> float:
         """Return 1: the ranks are equal."""
         return 1.0
+
+
+def ranks_of_node(gpus: int, gpus_per_node: int | None) -> int:
+    """Return the number of ranks on one node.
+
+    Args:
+        gpus_per_node: None: up to 8.
+    Raises:
+        UserError: the nodes would have different numbers.
+    """
+    per_node = min(gpus_per_node or 8, gpus)
+    if gpus % per_node:
+        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {per_node}: set it.")
+    return per_node
+
+
+def planned_device(precision: str) -> Device:
+    """Return a GPU that usually computes in a precision: only older ones use fp16."""
+    return Device("cuda", TURING if precision == "fp16" else HOPPER)
 
 
 def recommend(work: Workload, devices: Devices) -> tuple[MemoryEstimate | None, Workload]:

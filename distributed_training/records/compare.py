@@ -6,9 +6,10 @@ heavy. comparison_text.py and plots.py show the numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
 from distributed_training.records.agreement import (
     KINDS,
@@ -19,15 +20,16 @@ from distributed_training.records.agreement import (
     relative,
 )
 from distributed_training.records.causes import Difference, causes_of, differences_of
-from distributed_training.records.recorded_run import RecordedRun, read_folder, read_text
+from distributed_training.records.recorded_run import RecordedRun, read_folder, read_run, read_text
 from distributed_training.strategies.table import STRATEGIES
+from distributed_training.text_tables import text_table
 
 # The control does the same work as the reference. If its speed differs by more than this share,
 # other load on the machine has changed the speeds. docs/COMPARISON.md has the measurements.
 LARGEST_SPEED_CHANGE = 0.25
 
 
-@dataclass
+@dataclass(repr=False)
 class Comparison:
     """Runs that are compared with the first one; strategies with the first that completed."""
 
@@ -79,6 +81,23 @@ class Comparison:
             failed = len(self.compared) < len(self.runs) - 1
         return int(failed or self.reference is None or bool(self.departing))
 
+    def __repr__(self) -> str:
+        """Return a table of the runs, of which the first is the reference."""
+        headers = ["", "run", "status", "steps", "difference", "departs at", "likely causes"]
+        table = text_table([self._row_of(run) for run in self.runs], headers)
+        return f"{table}\nsame model: {self.same_model}"
+
+    def _row_of(self, run: RecordedRun) -> list[str]:
+        """Return the row of a run: compared steps, and how they differ from the reference's."""
+        agreement, difference, departs = run.agreement, "—", "—"
+        if run is not self.reference and (largest := agreement.largest("loss", "eval_loss")):
+            difference = f"{largest.relative:.1e}"
+        if agreement.first:
+            departs = f"step {agreement.first.last}"
+        causes = ", ".join(cause.name for cause in agreement.causes) or "—"
+        place, steps = str(run.place), f"{agreement.steps:,}"
+        return [run.name, place, run.status, steps, difference, departs, causes]
+
     def _tolerance_of(
         self, run: RecordedRun, reference: RecordedRun, given: float | None
     ) -> Tolerance:
@@ -124,12 +143,30 @@ def add_ratios(numbers: JsonObject, reference: JsonObject) -> None:
         numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
 
 
-def compare_runs(runs: list[RecordedRun], tolerance: float | None) -> Comparison:
-    """Compare runs of any kind with the first one, step by step.
+def compare_runs(
+    reference: str | Path | RecordedRun,
+    *others: str | Path | RecordedRun,
+    tolerance: float | None = None,
+) -> Comparison:
+    """Compare the losses and gradient norms of runs with those of the first one, step by step.
 
     Args:
-        tolerance: replaces the values in TOLERANCES; every step is then compared alone.
+        reference, others: the folders of the runs, or what `read_run` returned.
+        tolerance: the largest relative difference of equal losses; every step is then compared
+            alone. None: what rounding explains in the precision of the runs (TOLERANCES).
+    Returns:
+        The comparison: `same_model` says whether all losses agree, None if no run has a step of
+        the reference. `runs` are named A, B, ... in this order; `run.agreement` has the compared
+        points, where a run departs from the reference, what differs, and likely causes.
+    Raises:
+        UserError: there are no others, or one of them is no run.
     """
+    if not others:
+        raise UserError("A comparison needs two or more runs: name another one.")
+    runs = [
+        replace(run, numbers={**run.numbers}) if isinstance(run, RecordedRun) else read_run(run)
+        for run in (reference, *others)
+    ]
     for number, run in enumerate(runs):
         run.name = chr(ord("A") + number)
     return Comparison(" ".join(str(run.place) for run in runs), runs, tolerance)

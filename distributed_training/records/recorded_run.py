@@ -32,18 +32,38 @@ class RecordedRun:
     """What a run recorded, and how it ended."""
 
     place: Path  # the output folder, or the file of Trainer
-    records: list[dict]  # of metrics.jsonl, or Trainer's log_history
-    results: dict = field(default_factory=dict)  # results.json; {} for Trainer
+    records: list[dict] = field(repr=False)  # of metrics.jsonl, or Trainer's log_history
+    results: dict = field(default_factory=dict, repr=False)  # results.json; {} for Trainer
     seconds: int | None = None  # of the whole process, if compare_strategies.sh started it
     # completed, skipped, oom, timeout, failed, interrupted, not run, or as in results.json
     status: str = "completed"
     reason: str = ""  # why the run did not complete
-    numbers: JsonObject = field(default_factory=dict)  # see `numbers_of`; {} if not measured
-    repeats: list[RecordedRun] = field(default_factory=list)  # this one too; see `read_strategy`
+    # See `numbers_of`; {} if not measured.
+    numbers: JsonObject = field(default_factory=dict, repr=False)
+    # This one too; see `read_strategy`.
+    repeats: list[RecordedRun] = field(default_factory=list, repr=False)
     name: str = ""  # in the report
     unreadable: list[int] = field(default_factory=list)  # numbers of lines of metrics.jsonl
     # With the reference; `Comparison` fills it in.
-    agreement: Agreement = field(default_factory=Agreement)
+    agreement: Agreement = field(default_factory=Agreement, repr=False)
+
+    @property
+    def steps(self) -> list[dict]:
+        """The records of the optimizer steps that were logged, in their order.
+
+        Each has "step" (from 1), "loss" (mean over the tokens of the step, in nats; None if it is
+        not finite), "lr", "grad_norm" and other keys of docs/OUTPUTS.md#metricsjsonl. Of Trainer
+        each loss is the mean since the record before it.
+        """
+        return [record for record in self.records if "loss" in record]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        """The records of the evaluations, in their order: "step", "eval_loss" (in nats) and others.
+
+        The keys are those of docs/OUTPUTS.md#metricsjsonl.
+        """
+        return [record for record in self.records if "eval_loss" in record]
 
     @property
     def of_trainer(self) -> bool:
@@ -82,12 +102,18 @@ class RecordedRun:
         return TOLERANCES["tf32" if self.in_tf32 else precision]
 
 
-def read_run(path: Path) -> RecordedRun:
-    """Read an output folder, or the trainer_state.json of Hugging Face's Trainer or its folder.
+def read_run(folder: str | Path) -> RecordedRun:
+    """Read what a run recorded, also while it trains or after it failed.
 
+    Args:
+        folder: its output folder; or of Hugging Face's Trainer a trainer_state.json, or its folder.
+    Returns:
+        The run: `results` (the keys of results.json, see docs/OUTPUTS.md), `steps`, `evaluations`,
+        `status`, and `reason` if it did not complete.
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, or a value in results.json has another type.
     """
+    path = Path(folder)
     if any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
         return read_folder(path)
     file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"

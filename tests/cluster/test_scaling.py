@@ -10,9 +10,9 @@ from conftest import SCRIPT, finish, free_port, start
 
 from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
+from distributed_training.workload.rate import Rate
 from distributed_training.workload.workload import Workload
 from tools.plan.network_cost import on_network
-from tools.plan.rate import Rate
 
 WORK = "--seq_length 8 --batch_size 1 --optim sgd --precision fp32 --max_steps 12".split()
 WORK += ["--no_eval", "--no_export", "--no_save"]

@@ -109,7 +109,7 @@ def test_adapters_are_used(script, talk, chat_model, text_file):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from tools.chat.source import find_source
+    from distributed_training.trained.source import find_source
     from tools.chat.speaker import Speaker
 
     flags = "--seq_length 64 --max_steps 4 --precision fp32 --no_eval --lora_r 4 --lr 1e-1".split()

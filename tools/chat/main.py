@@ -18,7 +18,7 @@ from distributed_training.cli.parser import Options, Parser
 from distributed_training.errors import look_up
 from distributed_training.ranks import tuning
 from distributed_training.settings import flag_types
-from tools.chat.source import Source, find_source
+from distributed_training.trained.source import Source, find_source
 
 
 def main() -> None:

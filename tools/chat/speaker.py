@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from distributed_training import console
-from distributed_training.errors import UserError, first_line
-from distributed_training.model import weights
-from distributed_training.model.config import max_positions, read_config, read_generation_config
+from distributed_training.errors import UserError
+from distributed_training.model.config import max_positions, read_generation_config
 from distributed_training.model.generate import end_ids
-from distributed_training.model.resolve import be_quiet
-from distributed_training.model.tokenizer import read_tokenizer
-from distributed_training.ranks import gpus, tuning
-from distributed_training.ranks.context import DTYPES
+from distributed_training.ranks import tuning
+from distributed_training.trained.load import is_chat, load, usable_device
+from distributed_training.trained.source import Source
 from distributed_training.units import human_count
 from tools.chat.conversation import Conversation, Texts
-from tools.chat.source import Source
 
 NO_LIMIT = 2**31  # positions of an architecture that has no limit
 ANSWER_SHARE = 4  # a conversation leaves at least this part of the positions to the answer: 1/4
@@ -68,17 +63,12 @@ class Speaker:
         Raises:
             UserError: a file is missing or damaged, or the GPU cannot be used.
         """
-        be_quiet(False)
-        gpus.require_usable()
-        device = torch.device("cuda" if gpus.usable_gpus() else "cpu")
+        device = usable_device()
         precision = tuning.choose_precision("auto", device)
-        tokenizer = read_tokenizer(_tokenizer_folder(source), source.name)
-        model = _load_model(source, len(tokenizer), DTYPES[precision])
+        model, tokenizer = load(source, device, precision)
         generation = read_generation_config(str(source.folder), model.config)
-        # Base models have a chat template as well, so a run that trained on text decides.
-        is_chat = bool(tokenizer.chat_template) and source.is_chat is not False
-        model = model.to(device).eval()
-        return cls(source.name, model, tokenizer, generation, is_chat, device, precision)
+        chats = is_chat(source, tokenizer)
+        return cls(source.name, model, tokenizer, generation, chats, device, precision)
 
     @property
     def title(self) -> str:
@@ -150,44 +140,3 @@ class Speaker:
             pad_token_id=ends[0] if ends else 0,
         )
         return options
-
-
-def _tokenizer_folder(source: Source) -> str:
-    """Return the folder of the tokenizer; adapters may have one with more tokens."""
-    own = source.adapters and any(source.adapters.glob("tokenizer*"))
-    return str(source.adapters if own else source.folder)
-
-
-def _load_model(source: Source, entries: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the weights on the CPU, with those of adapters.
-
-    Args:
-        entries: of the tokenizer; the embedding is enlarged to them, as in training.
-    """
-    folder, what = str(source.folder), source.name
-    config = read_config(folder, what)
-    if weights.check_folder(folder, config, what):
-        weights.untie(config)
-    model, info = weights.from_folder(folder, config, dtype)
-    weights.report_differences(folder, model, info)
-    if added := max(0, entries - model.get_input_embeddings().weight.shape[0]):
-        torch.manual_seed(0)
-        model.resize_token_embeddings(entries)
-        console.warn(f"The model has no weights for {added} tokens of its tokenizer: random ones.")
-    return _with_adapters(model, source.adapters) if source.adapters else model
-
-
-def _with_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Attach the adapters in a folder.
-
-    Raises:
-        UserError: the files are damaged, or do not fit the model.
-    """
-    import peft
-
-    try:
-        return peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
-    except weights.LOADING_ERRORS as error:
-        raise UserError(
-            f"The adapters in {folder} cannot be loaded: {first_line(error, 200)}"
-        ) from error

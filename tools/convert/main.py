@@ -11,8 +11,6 @@ and no GPU is needed. To train from a Hugging Face folder without optimizer stat
 needed: pass it to real_model_example.py as --model DIR.
 """
 
-from pathlib import Path
-
 from distributed_training.cli.parser import Parser
 from distributed_training.errors import UserError, explain
 from distributed_training.settings import flag_types
@@ -44,22 +42,19 @@ def main() -> None:
 
 def run(args) -> None:
     """Inspect or convert the checkpoint; the imports take seconds, which --help should not wait."""
-    from distributed_training.checkpoints import convert, foreign
-    from distributed_training.ranks.context import DTYPES
+    from distributed_training.checkpoints import convert
 
-    def write(folder: Path) -> None:
-        if args.to == "checkpoint":
-            with foreign.open_foreign(args.source, args.trust_checkpoint, folder.parent) as source:
-                convert.write_checkpoint(source, folder)
-        elif args.to == "hf":
-            own = convert.OwnCheckpoint(args.source)
-            convert.write_hf(own, folder, DTYPES[args.dtype], args.max_shard_size)
-        else:
-            convert.write_torch(convert.OwnCheckpoint(args.source), folder)
-
-    if not args.source.is_dir():
-        raise UserError(f"{args.source}: no such folder.")
-    if args.inspect:
+    if not args.inspect:
+        folder = convert.convert_checkpoint(
+            args.source,
+            args.target,
+            args.to,
+            args.dtype,
+            args.max_shard_size,
+            args.trust_checkpoint,
+        )
+        print(f"📁 {folder}")
+    elif args.source.is_dir():
         print(convert.inspect(convert.OwnCheckpoint(args.source)))
     else:
-        print(f"📁 {convert.write_folder(args.target, write)}")
+        raise UserError(f"{args.source}: no such folder.")

@@ -14,18 +14,11 @@ from distributed_training.memory.fit import Devices
 from distributed_training.ranks.time_limit import SIGNAL_SECONDS, seconds_of
 from distributed_training.text_tables import text_table
 from distributed_training.units import human_rate
+from distributed_training.workload.cost import Cost, cost_of_work
+from distributed_training.workload.rate import Rate, assumed_rate
 from distributed_training.workload.workload import Workload
 from tools.plan.network_cost import network_rows, on_network
-from tools.plan.rate import (
-    Rate,
-    Row,
-    assumed_rate,
-    at_pace,
-    human_time,
-    measure,
-    measured_rate,
-    read_completed_run,
-)
+from tools.plan.rate import Row, at_pace, human_time, measure, measured_rate, read_completed_run
 
 # Hours of one GPU: 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3, arXiv
 # 2407.21783, section 3.3.4).
@@ -79,7 +72,7 @@ def cost_of(
     """
     results: JsonObject = {}
     if args.device:
-        rate = assumed_rate(args, work)
+        rate = assumed_rate(args.device, args.mfu, work)
     else:
         name, results = (
             measure(args, flags, work) if args.measure else read_completed_run(args.results)
@@ -91,55 +84,37 @@ def cost_of(
         network = network_rows(rate, work, need.strategy, args.bandwidth, devices)
     if args.bandwidth:
         rate = on_network(rate, work, need.sent, args.bandwidth)
-    rows, gpu_hours, steps = time_rows(args, work, rate)
+    rows, cost = time_rows(args, work, rate)
     rows += network
     by_rate = f"{rate.source} rate"
     if args.price:
-        price, source = gpu_hours * args.price, f"{by_rate}, given: {args.price:g} per GPU-hour"
+        price = cost.gpu_hours * args.price
+        source = f"{by_rate}, given: {args.price:g} per GPU-hour"
         rows.append(Row("price", price, f"${price:,.2f}", source))
     if args.watts:
-        energy = gpu_hours * args.watts / 1000
+        energy = cost.gpu_hours * args.watts / 1000
         source = f"{by_rate}, given: {args.watts:g} W per GPU; host and cooling not included"
         rows.append(Row("energy_kwh", energy, f"{human_rate(energy)} kWh", source))
     if args.time_limit:
-        seconds = 3600 * gpu_hours / work.world_size
-        rows += slurm_rows(args, work.world_size, seconds, steps, results)
+        seconds = 3600 * cost.gpu_hours / work.world_size
+        rows += slurm_rows(args, work.world_size, seconds, cost.steps, results)
     return rows, rate.warning
 
 
-def time_rows(args: Options, work: Workload, rate: Rate) -> tuple[list[Row], float, int]:
-    """Return the rows about tokens, steps, rate and time of a run, its GPU-hours and its steps."""
+def time_rows(args: Options, work: Workload, rate: Rate) -> tuple[list[Row], Cost]:
+    """Return the rows about tokens, steps, rate and time of a run, and these numbers."""
     batch = work.batch_size * work.accumulation * work.world_size
-    tokens, steps = amount_of_work(args, batch, rate.length)
-    gpu_hours = tokens / rate.tokens_per_second / 3600
-    hours, by_rate = gpu_hours / work.world_size, f"{rate.source} rate"
+    cost = cost_of_work(work, rate, args.tokens, args.epochs or 1, args.max_steps)
+    by_rate, speed = f"{rate.source} rate", cost.tokens_per_second_per_gpu
     given = " and ".join(f"--{flag}" for flag in (*WORK, "epochs") if getattr(args, flag))
     step = f"computed: {batch:,} sequences of {rate.length:,.0f} tokens per step"
-    speed, of_rate = rate.tokens_per_second, f"{rate.source}: {rate.basis}"
-    return (
-        [
-            Row("tokens", tokens, f"{tokens:,}", f"given: {given}"),
-            Row("steps", steps, f"{steps:,}", step),
-            Row("tokens_per_second_per_gpu", speed, f"{speed:,.0f}", of_rate),
-            Row("hours", hours, human_time(3600 * hours), by_rate),
-            Row("gpu_hours", gpu_hours, f"{human_rate(gpu_hours)} GPU-hours", by_rate),
-        ],
-        gpu_hours,
-        steps,
-    )
-
-
-def amount_of_work(args: Options, global_batch: int, length: float) -> tuple[int, int]:
-    """Return the tokens and the optimizer steps of a run.
-
-    Args:
-        global_batch: sequences of a step, over all ranks.
-        length: tokens of a sequence.
-    """
-    if args.max_steps:
-        return round(args.max_steps * global_batch * length), args.max_steps
-    sequences, epochs = max(1, int(args.tokens / length)), args.epochs or 1
-    return round(epochs * sequences * length), epochs * math.ceil(sequences / global_batch)
+    return [
+        Row("tokens", cost.tokens, f"{cost.tokens:,}", f"given: {given}"),
+        Row("steps", cost.steps, f"{cost.steps:,}", step),
+        Row("tokens_per_second_per_gpu", speed, f"{speed:,.0f}", cost.basis),
+        Row("hours", cost.hours, human_time(3600 * cost.hours), by_rate),
+        Row("gpu_hours", cost.gpu_hours, f"{human_rate(cost.gpu_hours)} GPU-hours", by_rate),
+    ], cost
 
 
 # ------------------------------------------------------------------------------------- Slurm jobs

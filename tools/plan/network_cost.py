@@ -7,8 +7,9 @@ from distributed_training.memory.estimate import predict, supporting
 from distributed_training.memory.fit import Devices
 from distributed_training.strategies.table import PREFERENCE
 from distributed_training.units import GB
+from distributed_training.workload.rate import Rate
 from distributed_training.workload.workload import Workload
-from tools.plan.rate import Rate, Row, human_time
+from tools.plan.rate import Row, human_time
 
 NETWORK_SHARE = 1 / 3  # of a step: with more, a larger accumulation is worth its global batch
 MOST_MICRO_BATCHES = 2**20  # of --gradient_accumulation_steps

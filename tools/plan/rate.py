@@ -1,4 +1,4 @@
-"""The rate of a run: measured by a run, or assumed; and a row of the cost that follows from it."""
+"""The rate that a run has measured; and a row of the cost that follows from a rate."""
 
 import shlex
 import sys
@@ -15,24 +15,10 @@ from distributed_training.ranks.gpus import usable_gpus
 from distributed_training.records.recorded_run import last_error
 from distributed_training.strategies.deepspeed.options import lookup
 from distributed_training.units import human_rate
-from distributed_training.workload.peak_flops import find_by_short_name, flops_per_token
+from distributed_training.workload.rate import Rate
 from distributed_training.workload.workload import Workload
 
-DEFAULT_MFU = 0.4
 MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from its rate
-
-
-class Rate(NamedTuple):
-    """The speed at which one GPU, or one CPU process, trains."""
-
-    tokens_per_second: float  # of one rank
-    source: str  # "measured" or "assumed"
-    basis: str  # on what it was measured, or from what it follows
-    warning: str  # why the planned run may have another rate, or ""
-    length: float  # tokens of a sequence without padding, on average
-    # Of a measured run: seconds of an update, and tokens of a rank in a step.
-    update: float = 0.0
-    step_tokens: float = 1.0
 
 
 class Row(NamedTuple):
@@ -42,23 +28,6 @@ class Row(NamedTuple):
     value: float | str | None
     text: str
     source: str
-
-
-def assumed_rate(args: Options, work: Workload) -> Rate:
-    """Return the rate of --device at --mfu."""
-    peak, mfu, model = find_by_short_name(args.device), args.mfu or DEFAULT_MFU, work.model
-    flops = peak.flops(work.precision)
-    if flops is None:
-        raise UserError(f"--device {peak.title} has no {work.precision}: use --precision fp16.")
-    # An embedding lookup is no matrix multiplication, unless the output layer shares the table.
-    tables = model.embedding
-    lookups = model.hidden * (tables.positions + (0 if tables.tied else tables.vocabulary))
-    matmul, trained = sum(work.sizes) - lookups, sum(work.trained) - (0 if work.lora else lookups)
-    per_token = flops_per_token(matmul, trained, model.layers, model.hidden, work.seq_length)
-    of_peak = f"of the {flops / 1e12:,.0f} TFLOP/s in {work.precision} ({peak.source})"
-    basis = f"MFU {100 * mfu:g} % {of_peak}, {per_token:.3g} FLOP per token"
-    warning = "The rate is an assumption: --measure on such a GPU replaces it."
-    return Rate(flops * mfu / per_token, "assumed", basis, warning, work.seq_length)
 
 
 def measured_rate(

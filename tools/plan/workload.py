@@ -4,11 +4,9 @@ from dataclasses import replace
 
 from distributed_training.cli.parser import Options
 from distributed_training.errors import UserError
-from distributed_training.gpu_generations import HOPPER, TURING
 from distributed_training.memory.find_architecture import find_architecture
-from distributed_training.memory.fit import Devices, Limits, host_memory
+from distributed_training.memory.fit import Devices, Limits, planned_device, ranks_of_node
 from distributed_training.settings.data import choose_seq_length
-from distributed_training.units import GB
 from distributed_training.workload.architectures import name_on_hub
 from distributed_training.workload.workload import Device, Kernels, Workload, adapters
 from tools.plan import cost
@@ -39,21 +37,17 @@ def read_workload(args: Options) -> tuple[Options, Workload, Devices]:
         args.precision,
         args.gradient_checkpointing,
         args.gradient_accumulation_steps,
-        # Newer GPUs than those of this capability usually use bf16.
-        device=Device("cuda", TURING if args.precision == "fp16" else HOPPER),
+        device=planned_device(args.precision),
         lora=adapters(model, args.lora_r, args.lora_targets, args.load_in_4bit, args.lora_dora),
         kernels=Kernels(not args.no_fused_gelu, args.isolate_documents, args.compile),
         optimizer=args.optim,
         reduce_dtype=args.reduce_dtype,
     )
-    host, nvme = (
-        None if size is None else int(size * GB) for size in (args.host_memory, args.nvme_free)
-    )
+    host, nvme = args.host_memory, args.nvme_free
     if args.gpu_memory:
-        limits = [Limits(int(size * GB), host, nvme, per_node) for size in args.gpu_memory]
+        limits = [Limits.in_gb(size, host, nvme, per_node) for size in args.gpu_memory]
     else:
-        # The processes of a node share its memory; it includes what offload keeps in it.
-        limits = [Limits((host or host_memory()) // per_node, None, nvme, per_node)]
+        limits = [Limits.of_cpu(host, nvme, per_node)]
         work = replace(work, device=Device("cpu"))
     if not is_unequal(args):
         return args, work, limits[0]
@@ -88,7 +82,4 @@ def number_of_gpus(args: Options) -> tuple[int, int]:
         if counts[flag] != gpus:
             given = f"--{flag} has {counts[flag]} value{'s' if counts[flag] > 1 else ''}"
             raise UserError(f"{given} for {gpus} GPUs: give one for each GPU.")
-    per_node = min(args.gpus_per_node or 8, gpus)
-    if gpus % per_node:
-        raise UserError(f"--gpus {gpus} is not a multiple of --gpus_per_node {per_node}: set it.")
-    return gpus, per_node
+    return gpus, ranks_of_node(gpus, args.gpus_per_node)

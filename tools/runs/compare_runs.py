@@ -31,7 +31,7 @@ def main() -> int:
     """Print the comparison, and write its files; return the exit code."""
     args = parse()
     # Not at the top: --help must be fast.
-    from distributed_training.records import compare, loss_figure, recorded_run
+    from distributed_training.records import compare, loss_figure
     from tools.runs import comparison_text
 
     if args.status:
@@ -43,10 +43,10 @@ def main() -> int:
         report = args.output_dir / f"comparison_results_{comparison.name}"
         figure = report.with_name(f"{report.name}.png")
     else:
-        runs = [recorded_run.read_run(path) for path in args.runs]
-        comparison = compare.compare_runs(runs, args.tolerance)
+        comparison = compare.compare_runs(*args.runs, tolerance=args.tolerance)
         first, last = (
-            run.place.parent if run.of_trainer else run.place for run in (runs[0], runs[-1])
+            run.place.parent if run.of_trainer else run.place
+            for run in (comparison.runs[0], comparison.runs[-1])
         )
         figure = first / f"difference_from_{last.resolve().name}.png"
     text = redact(comparison_text.as_text(comparison, args.wide))

@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from distributed_training import PROJECT, console, patches
+from distributed_training import console, patches
+from distributed_training.about import PROJECT
 from distributed_training.errors import MissingRequirement, look_up
 from distributed_training.process import prefer_own_ninja
 from distributed_training.programs import run_program

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from distributed_training import PROJECT
+from distributed_training.about import PROJECT
 from distributed_training.errors import UserError, redact_value, remember_secrets
 from distributed_training.files.atomic import write_text
 from distributed_training.files.json_types import JsonObject

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from distributed_training.errors import UserError
-from tools.chat.source import find_source
+from distributed_training.trained.source import find_source
 
 FLAGS = {"flags": {"no_export": True}, "status": "completed"}
 

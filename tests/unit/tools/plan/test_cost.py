@@ -1,17 +1,14 @@
 """The cost of a run and its Slurm jobs, computed from rates and durations."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from distributed_training.errors import UserError
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.units import GB
+from distributed_training.workload.rate import Rate, assumed_rate
 from distributed_training.workload.workload import Workload, adapters
 from tools.plan import network_cost
-from tools.plan import rate as rates
 from tools.plan.cost import slurm_budget
-from tools.plan.rate import Rate
 
 
 @pytest.mark.parametrize(
@@ -22,15 +19,14 @@ def test_assumed_rate_follows_from_the_flop_of_a_token(name, lookups, layers, hi
     """6N + 12LHT, where N is without the tables that are only looked up (PaLM, appendix B)."""
     model = find_architecture(name)
     flop = 6 * (model.total - lookups) + 12 * layers * hidden * 512
-    args = SimpleNamespace(device="A100", mfu=None)
-    rate = rates.assumed_rate(args, Workload(model, 4, 8, 512))
+    rate = assumed_rate("A100", None, Workload(model, 4, 8, 512))
     assert rate.source == "assumed" and "40 %" in rate.basis
     assert rate.tokens_per_second == pytest.approx(0.4 * 312e12 / flop)
     lora = adapters(model, 8, None)
-    adapted = rates.assumed_rate(args, Workload(model, 4, 8, 512, lora=lora))
+    adapted = assumed_rate("A100", None, Workload(model, 4, 8, 512, lora=lora))
     assert adapted.tokens_per_second == pytest.approx(rate.tokens_per_second * 1.5, rel=0.1)
     with pytest.raises(UserError, match="--precision fp16"):  # a T4 has no bf16
-        rates.assumed_rate(SimpleNamespace(device="T4", mfu=None), Workload(model, 4, 8, 512))
+        assumed_rate("T4", None, Workload(model, 4, 8, 512))
 
 
 def test_a_network_adds_the_time_of_sending_to_each_step():

@@ -10,10 +10,10 @@ from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.memory.fit import Limits, recommend
 from distributed_training.units import GB
+from distributed_training.workload.rate import Rate, assumed_rate
 from distributed_training.workload.workload import Workload
 from tools.plan import command, cost, flags, network_cost, text
 from tools.plan import rate as rates
-from tools.plan.rate import Rate
 from tools.plan.unequal import UnequalGpus
 from tools.plan.workload import read_workload
 
@@ -137,7 +137,7 @@ def test_the_slowest_rank_determines_the_rate(monkeypatch):
     line = "--model gpt2 --gpu_memory 16,16,16 --gpu_speeds 1,0.7,0.5 --device A100 --max_steps 10"
     args, work, devices = planned(monkeypatch, line)
     rows, _ = cost.cost_of(args, work, devices.estimate(work, "dp"), [], devices)
-    alone = rates.assumed_rate(args, work).tokens_per_second
+    alone = assumed_rate(args.device, args.mfu, work).tokens_per_second
     hours = {row.name: row.value for row in rows}["hours"]
     assert 3600 * hours / 10 == pytest.approx(6 * work.seq_length / alone)
 

@@ -26,7 +26,7 @@ from tools.runs.page import page_of
 
 def compared(*places, tolerance=1e-6):
     """The comparison as JSON with the keys of the last run, and its text without line breaks."""
-    comparison = compare_runs([read_run(place) for place in places], tolerance)
+    comparison = compare_runs(*places, tolerance=tolerance)
     found = json.loads(json.dumps(as_json(comparison), allow_nan=False))
     return found | found["runs"][-1], as_text(comparison, wide=True).replace("\n   ", " ")
 
@@ -168,7 +168,7 @@ def test_the_figure_of_equal_runs_and_of_losses_that_are_not_finite(ours, tmp_pa
     for name, losses in {"b": [8.0, None, 7.0], "c": [8.0, 7.5, None]}.items():
         other = ours(name, steps(losses, norms=NORMS))
         for tolerance in (0, None):
-            comparison = compare_runs([read_run(a), read_run(other)], tolerance)
+            comparison = compare_runs(a, other, tolerance=tolerance)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 plots.draw(comparison, tmp_path / "figure.png")
@@ -236,7 +236,7 @@ def test_means_of_trainer_are_compared_with_the_means_of_the_same_steps(ours, tm
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"log_history": [*history, {"step": 6, "train_loss": 7.0}]}))
     a = ours("a", steps())
-    comparison = compare_runs([read_run(a), read_run(file)], None)
+    comparison = compare_runs(a, file)
     assert comparison.same_model
     spans = [(point.first, point.last) for point in comparison.runs[1].agreement.points]
     assert spans == [(1, 2), (3, 4), (5, 6)]
