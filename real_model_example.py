@@ -168,11 +168,11 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     run = Run.open(settings, datasets, log, manager, state, HOOKS.create_balancer)
     # All checks have passed: only now may files of an earlier run be changed.
     run.begin(training, plan, ctx)
-    if settings.command.replay and HOOKS.replay:
+    if (step := settings.command.replay) and HOOKS.replay:  # instead of training: repeat steps
         train_epoch = ENGINES[objects.strategy.engine].train_epoch
         remaining = partial(rest_of_epoch, run, training, ctx)  # the steps of this epoch
         loop = TrainingLoop(training, train_epoch, remaining, autocast(objects, ctx))
-        return HOOKS.replay.show(run, loop, settings, ctx)
+        return HOOKS.replay.show(run, step, loop, settings.data, ctx)
     eval_loss = train_and_evaluate(run, training, ctx)
     # Writes results.json, and the trained model to <output_dir>/hf: rank 0 gathers one parameter
     # after the other. --generate needs autocast.

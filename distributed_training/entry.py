@@ -113,7 +113,10 @@ def require_hooks(settings: Settings, hooks: Hooks) -> None:
         "--check": (command.check, hooks.check),
         "--show_sample": (command.show_sample, hooks.show_sample),
         "--replay": (command.replay is not None, hooks.replay),
-        "auto": (bool(settings.parallelism.to_choose), hooks.choose),
+        "--strategy auto or --batch_size auto": (
+            bool(settings.parallelism.to_choose),
+            hooks.choose,
+        ),
         "--rank_shares auto": (settings.training.rank_shares == AUTO, hooks.create_balancer),
     }
     for flag, (is_given, hook) in needed.items():
@@ -193,35 +196,24 @@ def run_on_all_ranks(
 
     def work(ctx: DistContext) -> tuple[nn.Module | None, int]:
         ctx.precision = tuning.choose_precision(settings.training.precision, ctx.device)
-        chosen = choose_flags(settings, ctx, hooks)
+        command, chosen = settings.command, settings
+        if settings.parallelism.to_choose and hooks.choose:
+            try:
+                chosen = hooks.choose(settings, ctx)
+            except UserError as error:
+                if not (command.check or command.show_sample):
+                    raise
+                console.warn(str(error))  # they use what is provisional
         chosen.strategy.check_options(chosen.debug.verbose)
-        if settings.command.check and hooks.check:
+        if command.check and hooks.check:
             return None, hooks.check(chosen, ctx)
-        if settings.command.show_sample and hooks.show_sample:
+        if command.show_sample and hooks.show_sample:
             return None, hooks.show_sample(chosen, ctx)
         configure_transformers(chosen.data.isolates_documents, ctx)
-        if (step := settings.command.replay) and hooks.replay:
+        if (step := command.replay) and hooks.replay:
             with hooks.replay.redirected(chosen, ctx, step) as repeating:
                 return train(repeating, ctx), EXIT_COMPLETED
         return train(chosen, ctx), EXIT_COMPLETED
 
     meet = partial(setup_distributed, settings, launch)
     run_together(meet, work, partial(exit_before_start, verbose=settings.debug.verbose))
-
-
-def choose_flags(settings: Settings, ctx: DistContext, hooks: Hooks) -> Settings:
-    """Return the settings with plain values of the flags that are auto.
-
-    Raises:
-        UserError: nothing fits; --check and --show_sample only print a notice, and use what is
-            provisional.
-    """
-    if not settings.parallelism.to_choose or hooks.choose is None:
-        return settings
-    try:
-        return hooks.choose(settings, ctx)
-    except UserError as error:
-        if not (settings.command.check or settings.command.show_sample):
-            raise
-        console.warn(str(error))
-        return settings

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from distributed_training.ranks.launch import Launch
     from distributed_training.run.balancing import CreateBalancer
     from distributed_training.run.run import Run
+    from distributed_training.settings.data import DataSettings
     from distributed_training.settings.settings import Settings
     from distributed_training.settings.training import TrainingSettings
 
@@ -47,8 +48,10 @@ class Replay(Protocol):
             UserError: the run in --output_dir is not the run of these settings.
         """
 
-    def show(self, run: Run, loop: TrainingLoop, settings: Settings, ctx: DistContext) -> nn.Module:
-        """Repeat the steps and show the last one, that of --replay; return the wrapped model.
+    def show(
+        self, run: Run, step: int, loop: TrainingLoop, data: DataSettings, ctx: DistContext
+    ) -> nn.Module:
+        """Repeat the steps up to `step` and show that one; return the wrapped model.
 
         Raises:
             UserError: the run has no such step, or the file cannot be written.

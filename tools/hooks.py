@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distributed_training.ranks.launch import Launch
     from distributed_training.run.balancing import Balancer
     from distributed_training.run.run import Run
+    from distributed_training.settings.data import DataSettings
     from distributed_training.settings.settings import Settings
     from distributed_training.strategies.objects import TrainingObjects
     from distributed_training.train_state import TrainState
@@ -82,12 +83,21 @@ class Replay:
 
         return folder.redirected(settings, ctx, step)
 
-    def show(self, run: Run, loop: TrainingLoop, settings: Settings, ctx: DistContext) -> nn.Module:
+    def show(
+        self, run: Run, step: int, loop: TrainingLoop, data: DataSettings, ctx: DistContext
+    ) -> nn.Module:
         """See distributed_training.hooks.Replay."""
         from tools.replay import command
 
-        assert settings.command.replay  # the program calls it with this flag only
-        return command.replay(run, settings.command.replay, loop, settings.data, ctx)
+        return command.replay(run, step, loop, data, ctx)
 
 
-HOOKS = Hooks(prove, prefetch, check, show_sample, choose, create_balancer, Replay())
+HOOKS = Hooks(
+    prove=prove,
+    prefetch=prefetch,
+    check=check,
+    show_sample=show_sample,
+    choose=choose,
+    create_balancer=create_balancer,
+    replay=Replay(),
+)

@@ -20,6 +20,7 @@ from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings
 from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
+from distributed_training.strategies.strategy import FlagValues
 from distributed_training.strategies.wrapped import full_shape
 
 INFORMATIONAL_FLAGS = """
@@ -84,26 +85,27 @@ def run_signature(
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
-    informational = _informational(settings, ctx, spec)
+    informational = _informational(settings.flags(), settings.strategy.reduce_dtype, ctx, spec)
     return {"hard": must_match, "soft": should_match, "told": informational}
 
 
-def _informational(settings: Settings, ctx: DistContext, spec: ModelSpec) -> JsonObject:
+def _informational(
+    flags: FlagValues, reduce_dtype: str | None, ctx: DistContext, spec: ModelSpec
+) -> JsonObject:
     """Return the entries whose changes a resumed run only reports."""
-    flags = settings.flags()
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
     rendering = None
-    if settings.data.streaming:
+    if flags["streaming"]:
         from distributed_training.data.chat import rendering_of  # most runs have no template
 
         rendering = rendering_of(spec.tokenizer)
     return informational | {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
-        "rank_shares": shown_shares(settings.training.rank_shares),
+        "rank_shares": shown_shares(flags["rank_shares"]),
         "precision": ctx.precision,
-        "reduce_dtype": settings.strategy.reduce_dtype,
+        "reduce_dtype": reduce_dtype,
     }
 
 

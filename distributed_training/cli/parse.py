@@ -86,13 +86,7 @@ def complete(
     defaults.set_defaults(flags)
     change(cli_choice.FOLLOWS, **cli_choice.accumulation(flags, given, to_choose, world_size))
     if flags.ds_config and "strategy" not in given:
-        from distributed_training.strategies.deepspeed.options import (
-            choose_strategy,
-            read_ds_config,
-        )
-
-        found = choose_strategy(read_ds_config(flags.ds_config))
-        change(f"{flags.ds_config}: zero_optimization", strategy=found)
+        change(f"{flags.ds_config}: zero_optimization", strategy=_strategy_of(flags.ds_config))
     resolved = _resolve_strategy(flags, given, world_size)
     vars(flags).update(resolved.values)
     sources.update(resolved.sources)
@@ -109,6 +103,13 @@ def complete(
     }
     settings = replace(Settings.of_flags(vars(flags), computed), as_given=as_given)
     return CommandLine(settings, given, sources, _notices(flags, given, resolved, to_choose))
+
+
+def _strategy_of(ds_config: str) -> str:
+    """Return the strategy that a DeepSpeed file describes."""
+    from distributed_training.strategies.deepspeed import options  # only with --ds_config
+
+    return options.choose_strategy(options.read_ds_config(ds_config))
 
 
 def _resolve_strategy(flags: Options, given: frozenset[str], world_size: int) -> Resolved:

@@ -18,7 +18,7 @@ from distributed_training import PACKAGE, PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
-    ["run"],
+    ["run", "trained"],
     ["records"],
     ["checkpoints", "entry"],
     ["model"],
@@ -33,6 +33,7 @@ ORDER = [
         *("console", "entry_points", "errors", "gpu_generations", "hooks", "known_models"),
         *("loss_chunks", "optimizers", "patches", "rank_shares", "text_tables", "units"),
     ],
+    ["about"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 TOOLS = sorted(path.parent.name for path in PROJECT.glob("tools/*/__init__.py"))

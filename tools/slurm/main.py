@@ -26,7 +26,7 @@ from distributed_training.cli.parser import Parser
 from distributed_training.errors import TrainingError, UserError, redact
 from distributed_training.files.atomic import write_text
 from distributed_training.settings import flag_types
-from distributed_training.strategies.fsdp.options import SHARDING
+from distributed_training.strategies.fsdp.read_options import SHARDING
 from tools.slurm import setup_files
 
 COUNT = flag_types.whole(1, 100_000)

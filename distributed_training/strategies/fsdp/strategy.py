@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed_training.strategies.fsdp.options import FsdpOptions, notices, read_options
+from distributed_training.strategies.fsdp.options import FsdpOptions
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class FSDP(Strategy):
 
     def resolve(self, flags: Flags) -> Resolved:
         """See the base class; NO_SHARD is --strategy dp."""
+        from distributed_training.strategies.fsdp.read_options import notices, read_options
+
         super().resolve(flags)
         options, values, sources = read_options(flags)
         reduce_dtype = options.reduce_dtype or self.chosen_reduce_dtype(flags)
