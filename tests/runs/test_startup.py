@@ -64,6 +64,14 @@ def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path
     # The compiler itself takes as long as the rest of torch; transformers imports torch._dynamo.
     others = {"pandas", "pyarrow", "bitsandbytes", "requests", "torch._inductor.compile_fx"}
     assert not modules & (libraries | others)
+    # Of this project it loads no tool, no other engine, and nothing of flags that are not given.
+    own = {name.partition(".")[2] for name in modules if name.startswith("distributed_training.")}
+    assert {name for name in modules if name.startswith("tools.")} == {"tools.hooks"}
+    of_flags = "model.lora model.isolation model.push model.generate model.export run.prompts"
+    of_flags += " run.trackers run.profiling ranks.restart ranks.compiler checkpoints.find cli.hub"
+    of_flags += " data.chat data.chat_template data.streaming data.tokenize other_optimizers"
+    others = {f"strategies.{name}" for name in ("deepspeed.options", "fsdp.shards", "muon")}
+    assert "run.run_end" in own and not own & ({*of_flags.split()} | others)
 
 
 def test_deepspeed_imports_no_compiler(tmp_path):
