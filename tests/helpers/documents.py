@@ -89,7 +89,8 @@ class Page:
         return [
             (block.line + number, command)
             for block in self.blocks
-            if block.marker in COMMANDS or (not block.marker and block.language == "bash")
+            if block.language != "python"
+            and (block.marker in COMMANDS or (not block.marker and block.language == "bash"))
             for number, line in joined(block.lines)
             for command in split(line)
         ]

@@ -1,7 +1,7 @@
 """The runnable commands of each document, in order, and the output that the document shows of them.
 
 A page's commands are run by one shell, in a copy of the project's files, on a CPU and without the
-hub. The line numbers of the shell's script are those of the page.
+hub. A block of Python is a program of its own. The line numbers of the shell's script are those of the page.
 """
 
 import re
@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 from conftest import finish, free_port, start
-from documents import Page, pages, program_of
+from documents import Block, Page, pages, program_of
 from project_copy import copy_project
 
 pytestmark = pytest.mark.slow
 
 PAGES = [page for page in pages() if any(block.marker == "runnable" for block in page.blocks)]
 BLOCK, FAILED, END = "== block of line", "== failed in line", "END_OF_FILE_BLOCK"
-DETERMINISTIC = {"scripts/plan_memory.py"}  # its numbers are compared, too
+# The numbers of this program and of this public name are compared, too.
+DETERMINISTIC = {"scripts/plan_memory.py", "plan"}
 
 
 def script_of(page: Page) -> str:
@@ -30,6 +31,9 @@ def script_of(page: Page) -> str:
         if block.marker == "runnable":
             lines[block.line - 1] = f"echo '{BLOCK} {block.line}'"
             lines[content] = block.lines
+            if block.language == "python":
+                lines[block.line - 1] += f"; python - <<'{END}'"
+                lines[block.line + len(block.lines)] = END
         elif block.marker.startswith("file: "):
             name = block.marker.removeprefix("file: ")
             folder = shlex.quote(str(Path(name).parent))
@@ -64,6 +68,12 @@ def first_missing(shown: tuple[str, ...], real: str, exact: bool = False) -> str
     return None
 
 
+def public_names(block: Block) -> set[str]:
+    """The names that a block of Python imports from the package."""
+    imported = re.findall(r"^from distributed_training import (.+)", "\n".join(block.lines), re.M)
+    return {name for names in imported for name in names.split(", ")}
+
+
 @pytest.fixture
 def programs(preloaded, tmp_path) -> dict:
     """An environment in which python and torchrun are forks of the preloaded interpreter."""
@@ -96,6 +106,7 @@ def test_commands_of_page(page, tmp_path, programs):
         elif block.marker == "output":
             own = range(before.line, before.line + len(before.lines) + 1)
             used = {program_of(words)[0] for line, words in page.commands() if line in own}
+            used |= public_names(before)
             real = printed[before.line]
             missing = first_missing(block.lines, real, exact=used <= DETERMINISTIC)
             assert missing is None, (

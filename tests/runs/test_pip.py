@@ -1,4 +1,6 @@
-"""pip installs commands that run the project's programs, with and without -e."""
+"""pip installs the package and commands that run the project's programs: from a clone, a wheel, an
+sdist.
+"""
 
 import json
 import subprocess
@@ -13,7 +15,19 @@ from project_copy import copy_project
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["editable", "copied"])
+BUILD_SDIST = "import sys, setuptools.build_meta as build; build.build_sdist(sys.argv[1])"
+# A program of the user: it reads the runs "one" and "two".
+PROGRAM = """
+from distributed_training import PROJECT, STRATEGIES, compare_runs, open_model, plan, read_run
+assert "site-packages" in str(PROJECT) or (PROJECT / "pyproject.toml").is_file(), PROJECT
+print([plan("gpt2", name, gpus=4, gpu_memory=16).fits for name in STRATEGIES])
+print(len(read_run("one").steps), compare_runs("one", "two").same_model)
+model, tokenizer = open_model("one")
+print(model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=2).shape[0])
+"""
+
+
+@pytest.fixture(scope="module", params=["editable", "wheel", "sdist"])
 def commands(request, tmp_path_factory):
     """The folder with the commands of an environment into which the project was installed.
 
@@ -26,12 +40,23 @@ def commands(request, tmp_path_factory):
     python = environment / "bin" / "python"
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "tests.pth").write_text(sysconfig.get_paths()["purelib"])
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index"]
-    options = ["--no-deps", "--no-build-isolation", *(["-e"] * (request.param == "editable"))]
-    subprocess.run([*command, *options, project], check=True)
-    if request.param == "copied":
-        assert len(list(site.glob("distributed_training/support/**/*.py"))) > 50
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index"]
+    if request.param == "editable":
+        what = ["-e", project]
+    elif request.param == "wheel":
+        subprocess.run([*pip, "wheel", *options, "-w", folder, project], check=True)
+        what = [*folder.glob("*.whl")]
+    else:
+        command = [sys.executable, "-c", BUILD_SDIST, folder]
+        subprocess.run(command, cwd=project, check=True, stdout=subprocess.DEVNULL)
+        what = [*folder.glob("*.tar.gz")]
+    if request.param != "editable":
         project.rename(folder / "moved")  # nothing is read from it
+    subprocess.run([*pip, "--python", python, "install", *options, *what], check=True)
+    if request.param != "editable":
+        assert len(list(site.glob("distributed_training/**/*.py"))) > 200
+        assert not list(site.glob("distributed_training/project/tools/benchmarks"))
     return environment / "bin"
 
 
@@ -47,6 +72,19 @@ def test_commands_run_the_programs(commands, tmp_path):
     assert "zero3" in output_of([commands / "plan-memory", "--gpu_memory", "16"], tmp_path)
     compare = output_of([commands / "compare-strategies", "--help"], tmp_path)
     assert "STRATEGIES=" in compare
+
+
+def test_an_empty_folder_is_enough(commands, tmp_path):
+    """The project's files are found next to the package, and not in the current folder."""
+    run = ["--max_steps", "2", "--num_samples", "8", "--seq_length", "32", "--precision", "fp32"]
+    for name in ("one", "two"):
+        output_of([commands / "distributed-training", *run, "--output_dir", name], tmp_path)
+    assert "agree" in output_of([commands / "compare-runs", "one", "two"], tmp_path)
+    output_of([commands / "report-run", "one"], tmp_path)
+    assert (tmp_path / "one" / "report.html").is_file()
+    out = output_of([commands / "python", "-c", PROGRAM], tmp_path)
+    assert out.splitlines() == [str([True] * 7), "2 True", "1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
 
 
 def test_a_launcher_starts_the_command(commands, tmp_path):

@@ -52,13 +52,25 @@ def test_each_program_of_the_user_is_a_command(monkeypatch):
     monkeypatch.delenv("PYTHON", raising=False)
     for target in COMMANDS.values():
         module, _, function = target.partition(":")
-        assert module == "distributed_training.support.entry_points"
+        assert module == "distributed_training.entry_points"
         getattr(entry_points, function)()
     scripts = {path.name for path in (PROJECT / "scripts").glob("*.py")} - INTERNAL
     programs = ["real_model_example.py", *(f"scripts/{name}" for name in scripts)]
     expected = [[sys.executable, str(PROJECT / name), "--flag", "a b"] for name in programs]
     expected.append(["bash", str(PROJECT / "compare_strategies.sh"), "--flag", "a b"])
     assert sorted(called) == sorted(expected)
+
+
+def test_every_package_is_installed():
+    """pip installs only the packages that pyproject.toml lists."""
+    found = {
+        ".".join(file.relative_to(PROJECT).parent.parts)
+        for file in (PROJECT / "distributed_training").rglob("*.py")
+    }
+    listed = TOML["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted({*found, "distributed_training.project"})
+    for package in found:
+        assert PROJECT.joinpath(*package.split("."), "__init__.py").is_file(), package
 
 
 def test_the_requirements_are_declared_once():
@@ -76,7 +88,7 @@ def test_there_is_one_version(capsys):
         parse_arguments(["--version"])
     assert capsys.readouterr().out == f"distributed-training {VERSION}\n"
     assert TOML["tool"]["setuptools"]["dynamic"]["version"] == {
-        "attr": "distributed_training.VERSION"
+        "attr": "distributed_training.about.VERSION"
     }
     changes = (PROJECT / "CHANGELOG.md").read_text()
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
@@ -134,15 +146,21 @@ def requirements(file: str, python: str = "3.11") -> dict[str, Requirement]:
 
 def imported_packages() -> set[str]:
     """The third-party packages that the programs import, also inside functions."""
-    files = [PROJECT / "real_model_example.py"]
-    files += [*(PROJECT / "support").rglob("*.py"), *(PROJECT / "scripts").glob("*.py")]
+    files = [PROJECT / "real_model_example.py", *(PROJECT / "scripts").glob("*.py")]
+    files += [*(PROJECT / "distributed_training").rglob("*.py")]
+    in_clone = {"benchmarks", "faults"}  # they need what `make setup-dev` installs
+    files += [f for f in (PROJECT / "tools").rglob("*.py") if not in_clone & {*f.parts}]
     names = set()
     for node in (node for file in files for node in nodes_of(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add(node.module.partition(".")[0])
-    own = {"support", *(path.stem for path in (PROJECT / "scripts").glob("*.py"))}
+    own = {
+        "distributed_training",
+        "tools",
+        *(path.stem for path in (PROJECT / "scripts").glob("*.py")),
+    }
     return names - set(sys.stdlib_module_names) - own
 
 
@@ -169,7 +187,7 @@ def test_tested_versions_are_within_the_bounds_on_every_python(python):
 @pytest.mark.parametrize("program", ["real_model_example.py", "scripts/plan_memory.py"])
 def test_windows_is_refused_with_one_line(monkeypatch, capsys, program):
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.delitem(sys.modules, "support")  # so that the program imports it again
+    monkeypatch.delitem(sys.modules, "distributed_training")  # so that the program imports it again
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(PROJECT / program), run_name="__main__")
     out, err = capsys.readouterr()
