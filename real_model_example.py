@@ -39,7 +39,7 @@ from tools.hooks import HOOKS  # --check, --replay, --strategy auto: what tools 
 
 if __name__ == "__main__":
     # Sets environment variables that torch reads when it is imported; stops at an invalid flag.
-    ARGS, LAUNCH = entry.prepare_process(sys.argv[1:], HOOKS)
+    SETTINGS, LAUNCH = entry.prepare_process(sys.argv[1:], HOOKS)
 
 import itertools
 import math
@@ -114,7 +114,7 @@ def setup_distributed(settings: Settings, launch: Launch, monitor: FailureMonito
     ctx = DistContext(launch, device, backend, monitor, store)
     # From here on a failure of one rank ends all.
     monitor.watch(ctx.rank, ctx.real_world_size, store, cluster.hang_seconds)
-    # backend=, and what the strategy needs besides.
+    # Keyword arguments: the backend, and for some strategies the device.
     options = strategy.group_options(backend, device, ctx.world_size)
     dist.init_process_group(
         store=group_store,
@@ -147,7 +147,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
 
         checkpoint = find_checkpoint(settings.output, settings.data, training, ctx, log.folder.path)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
-    plan = log.plan_memory(settings, spec)  # plan() estimates: for advice if memory runs out
+    plan = log.plan_memory(settings, spec)  # plan(): the memory estimate, for advice
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
     # Tokens, cut into sequences: before the weights, because its errors come early. Which rank
     # trains on which sequences is decided in split_over_ranks.
@@ -159,7 +159,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     checkpoints = log.folder.checkpoints
     manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
-    # Only --rank_shares auto needs the sequences that fit the memory of each rank.
+    # Only --rank_shares auto needs to know how many sequences fit the memory of each rank.
     limits = plan().rank_limits(ctx) if training.rank_shares == "auto" else None
     state = batches.train_state(counters, datasets.train, training, ctx, limits)
     if log.folder.was_complete_at(state):  # --resume of a completed run
@@ -168,7 +168,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     run = Run.open(settings, datasets, log, manager, state, HOOKS.create_balancer)
     # All checks have passed: only now may files of an earlier run be changed.
     run.begin(training, plan, ctx)
-    if (step := settings.command.replay) and HOOKS.replay:  # instead of training: repeat steps
+    if (step := settings.command.replay) and HOOKS.replay:  # repeats steps, in a temporary folder
         train_epoch = ENGINES[objects.strategy.engine].train_epoch
         remaining = partial(rest_of_epoch, run, training, ctx)  # the steps of this epoch
         loop = TrainingLoop(training, train_epoch, remaining, autocast(objects, ctx))
@@ -185,6 +185,7 @@ def build(settings: Settings, ctx: DistContext, spec: ModelSpec, log: StartLog) 
     strategy = settings.strategy  # the row of --strategy, with its options
     if settings.training.eval_only and strategy.whole_parameters:
         return build_replicas(settings, ctx, spec, log)
+    # ENGINES, below the build functions: for each engine its build function and training loop.
     return ENGINES[strategy.engine].build(strategy, settings, ctx, spec, log)
 
 
@@ -254,9 +255,9 @@ def train_epoch_ddp(
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
         run.meter.after_backward()  # counts the memory
-        ctx.stop.defer(run.manager.may_save)  # from now on a stop signal waits for the step
+        ctx.stop.defer(run.manager.may_save)  # from the first step on a signal lets the run save
         scaler.unscale_(optimizer)  # fp16 only: otherwise the scaler is disabled
-        grad_norm = gradients.gradient_norm(model)  # of the whole gradient: FSDP's shards are added
+        grad_norm = gradients.gradient_norm(model)  # of the whole gradient, also if it is sharded
         if training.max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), training.max_grad_norm, grad_norm)
         # A non-finite loss (or norm, except in fp16) disables all further updates; log_step raises.
@@ -372,9 +373,9 @@ def split_over_ranks(
 
     The order is cut into global batches of batch_size × world_size × accumulation sequences.
     Example, 2 × 2 × 2 = 8: rank 0 computes 0 1 in its first micro-batch and 4 5 in its second, rank
-    1 computes 2 3 and 6 7. For the same global batch the ranks change only which rank computes a
-    sequence. For the collectives every rank must run the same number of micro-batches; short ones
-    are filled up with rows without a loss.
+    1 computes 2 3 and 6 7. For the same global batch the number of ranks decides only which rank
+    computes a sequence. For the collectives every rank must run the same number of micro-batches;
+    short ones are filled up with rows without a loss.
 
     Args:
         rank_counts: for each step, the sequences of each rank in a micro-batch, which are all
@@ -399,7 +400,7 @@ def split_over_ranks(
 
 
 def share_of_rank(indices: np.ndarray, counts: list[int], rank: int) -> np.ndarray:
-    """Return the part of a rank of the sequences that all ranks compute in a micro-batch.
+    """Return the sequences of one rank, of those that all ranks compute in a micro-batch.
 
     With --rank_shares 3,1 and 4 sequences rank 0 computes 0 1 2, and rank 1 computes 3.
 
@@ -494,8 +495,8 @@ def evaluate(
 ) -> float | None:
     """Compute the mean loss over the validation tokens, each of which counts exactly once.
 
-    A batch has the sequences `counts` of the ranks.
-
+    Args:
+        counts: the sequences of each rank in a batch.
     Returns:
         The loss in nats per token, or None if a rank received a stop signal.
     """
@@ -620,7 +621,8 @@ def build_deepspeed(
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
     own_optimizer = training.optim != "adamw" and not training.eval_only
-    with hidden_output(verbose):  # moves the model to the device, and wraps the optimizer
+    with hidden_output(verbose):
+        # Moves the model to the device, and creates and wraps the optimizer.
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
@@ -659,7 +661,7 @@ def build_replicas(
 ) -> TrainingObjects:
     """For --eval_only: copy the model to every rank, without gradients and an optimizer.
 
-    What dp, zero1, zero2 and offload then store is the same, and none needs its library.
+    dp, zero1, zero2 and offload then store the same, and DeepSpeed is not needed.
     """
     model = spec.load(ctx)
     prepare.prepare_forward(model, settings.model, spec)
@@ -707,4 +709,4 @@ def create_optimizer(
 
 
 if __name__ == "__main__":
-    main(ARGS, LAUNCH)
+    main(SETTINGS, LAUNCH)

@@ -16,7 +16,7 @@ from distributed_training import entry
 from distributed_training.hooks import Hooks
 
 if __name__ == "__main__":
-    ARGS, LAUNCH = entry.prepare_process(sys.argv[1:], Hooks())
+    SETTINGS, LAUNCH = entry.prepare_process(sys.argv[1:], Hooks())
 
 import gc
 import json
@@ -106,4 +106,4 @@ def make_step(
 
 
 if __name__ == "__main__":
-    main(ARGS, LAUNCH)
+    main(SETTINGS, LAUNCH)
