@@ -147,7 +147,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
 
         checkpoint = find_checkpoint(settings.output, settings.data, training, ctx, log.folder.path)
     spec = ModelSpec.find(settings, ctx)  # configuration and tokenizer; the weights come later
-    plan = log.plan_memory(settings, spec)  # plan(): the memory estimate, for advice
+    plan = log.plan_memory(settings, spec, HOOKS.plan_run)  # advice if memory runs out
     log.model_found(settings.model.model, spec, settings.parallelism.strategy, training)
     # Tokens, cut into sequences: before the weights, because its errors come early. Which rank
     # trains on which sequences is decided in split_over_ranks.
@@ -159,9 +159,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     checkpoints = log.folder.checkpoints
     manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
-    # Only --rank_shares auto needs to know how many sequences fit the memory of each rank.
-    limits = plan().rank_limits(ctx) if training.rank_shares == "auto" else None
-    state = batches.train_state(counters, datasets.train, training, ctx, limits)
+    state = batches.train_state(counters, datasets.train, training, ctx, plan.rank_limits(ctx))
     if log.folder.was_complete_at(state):  # --resume of a completed run
         end.repeat(manager, state.step, autocast(objects, ctx))
         return objects.model
@@ -219,7 +217,7 @@ def train_and_evaluate(run: Run, training: TrainingSettings, ctx: DistContext) -
             run.log.say_nothing_to_evaluate()
         if state.finished:  # all steps done, or stopped early; --eval_only has 0 steps
             return eval_loss
-        steps = run.without(training.skip_steps, rest_of_epoch(run, training, ctx))
+        steps = run.without_skipped(training.skip_steps, rest_of_epoch(run, training, ctx))
         train_epoch(run, steps, training, ctx)
         due = state.evaluation_is_due
 
@@ -661,7 +659,7 @@ def build_replicas(
 ) -> TrainingObjects:
     """For --eval_only: copy the model to every rank, without gradients and an optimizer.
 
-    dp, zero1, zero2 and offload then store the same, and DeepSpeed is not needed.
+    dp, zero1, zero2 and offload then store the same, as under DDP, and DeepSpeed is not needed.
     """
     model = spec.load(ctx)
     prepare.prepare_forward(model, settings.model, spec)

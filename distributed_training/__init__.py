@@ -17,6 +17,7 @@ memory       measured and estimated memory
 workload     what the estimate depends on: the model's dimensions, batches, ranks
 run          a run from its folder to its results: log, meter, trackers, end
 records      what runs have written: reads and compares them
+planning     for a program: the memory of a rank, whether it fits, and the cost of the run
 trained      trained models, for generation
 files        checks of the user's files, atomic writes, caches
 rank_shares  --rank_shares: from shares of the ranks to whole sequences
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from distributed_training.checkpoints.convert import convert_checkpoint
     from distributed_training.cli.resolve import resolve_settings
     from distributed_training.errors import UserError
-    from distributed_training.memory.plan import Plan, plan
+    from distributed_training.planning import Plan, plan
     from distributed_training.records.compare import Comparison, compare_runs
     from distributed_training.records.recorded_run import RecordedRun, read_run
     from distributed_training.settings.settings import Settings
@@ -86,14 +87,14 @@ if sys.platform == "win32" or sys.version_info < (3, 10):
 MODULES = {
     "STRATEGIES": "strategies.table",
     "Comparison": "records.compare",
-    "Plan": "memory.plan",
+    "Plan": "planning",
     "RecordedRun": "records.recorded_run",
     "Settings": "settings.settings",
     "UserError": "errors",
     "compare_runs": "records.compare",
     "convert_checkpoint": "checkpoints.convert",
     "open_model": "trained.load",
-    "plan": "memory.plan",
+    "plan": "planning",
     "read_run": "records.recorded_run",
     "resolve_settings": "cli.resolve",
 }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from distributed_training import console, process
 from distributed_training.cli.check_run import check_run
 from distributed_training.cli.checks import names_on_hub
+from distributed_training.cli.choice import described
 from distributed_training.cli.parse import CommandLine, read_command_line
 from distributed_training.errors import EXIT_COMPLETED, UserError, explain
 from distributed_training.hooks import Hooks
@@ -66,7 +67,7 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
         require_hooks(settings, hooks)
         tuning.choose_hardware(settings.training.device)
         # Before the settings of this process, which the runs of --prove would inherit.
-        print_or_prove(line, launch, hooks)
+        run_other_command(line, launch, hooks)
         tuning.tune_process(
             launch, settings.model.compile, settings.training.deterministic, verbose, quiet
         )
@@ -87,7 +88,7 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
     return settings, launch
 
 
-def print_or_prove(line: CommandLine, launch: launching.Launch, hooks: Hooks) -> None:
+def run_other_command(line: CommandLine, launch: launching.Launch, hooks: Hooks) -> None:
     """Do what --print_config and --prove ask for, and exit; return without these flags."""
     if line.settings.run_file.print_config:
         from distributed_training.print_flags import print_flags  # no run needs it
@@ -200,6 +201,8 @@ def run_on_all_ranks(
         if settings.parallelism.to_choose and hooks.choose:
             try:
                 chosen = hooks.choose(settings, ctx)
+                if choice := chosen.parallelism.choice:
+                    console.print0(described(settings.parallelism.to_choose, choice))
             except UserError as error:
                 if not (command.check or command.show_sample):
                     raise
@@ -211,7 +214,7 @@ def run_on_all_ranks(
             return None, hooks.show_sample(chosen, ctx)
         configure_transformers(chosen.data.isolates_documents, ctx)
         if (step := command.replay) and hooks.replay:
-            with hooks.replay.redirected(chosen, ctx, step) as repeating:
+            with hooks.replay.in_temporary_folder(chosen, ctx, step) as repeating:
                 return train(repeating, ctx), EXIT_COMPLETED
         return train(chosen, ctx), EXIT_COMPLETED
 

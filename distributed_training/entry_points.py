@@ -1,7 +1,6 @@
 """The commands that pip installs (pyproject.toml): each runs a program of this project by its path.
 
-By its path, because launchers start the same file on every rank, and it finds tools/ next to
-itself.
+A launcher starts the same file on every rank, and the script finds tools/ next to itself.
 """
 
 import os

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from distributed_training.ranks.context import DistContext
     from distributed_training.ranks.launch import Launch
     from distributed_training.run.balancing import CreateBalancer
+    from distributed_training.run.memory_plan import PlanRun
     from distributed_training.run.run import Run
     from distributed_training.settings.data import DataSettings
     from distributed_training.settings.settings import Settings
@@ -39,7 +40,7 @@ class TrainingLoop:
 class Replay(Protocol):
     """--replay: repeats the steps of a run up to one, and shows that step."""
 
-    def redirected(
+    def in_temporary_folder(
         self, settings: Settings, ctx: DistContext, step: int
     ) -> AbstractContextManager[Settings]:
         """Yield the settings of a run that repeats the steps in a temporary folder.
@@ -70,5 +71,6 @@ class Hooks:
     show_sample: Callable[[Settings, DistContext], int] | None = None
     # --strategy auto and --batch_size auto: returns the settings with plain values.
     choose: Callable[[Settings, DistContext], Settings] | None = None
+    plan_run: PlanRun | None = None  # the memory plan of a run
     create_balancer: CreateBalancer | None = None  # --rank_shares auto
     replay: Replay | None = None

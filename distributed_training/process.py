@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import platform
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -163,10 +164,20 @@ def versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Return the first 12 hex digits of the SHA-256 digest of this project's code."""
-    digest = hashlib.sha256()
-    for path in [PROJECT / "real_model_example.py", *sorted(PACKAGE.rglob("*.py"))]:
-        digest.update(path.read_bytes())
+    """Return the first 12 hex digits of the SHA-256 digest of the code of a run.
+
+    It is that of the script, the package and the tools that take part in a run; the same for a
+    clone and for what pip has installed.
+    """
+    hooks, digest = PROJECT / "tools" / "hooks.py", hashlib.sha256()
+    files = [PROJECT / "real_model_example.py", *sorted(PACKAGE.rglob("*.py"))]
+    files = [file for file in files if PACKAGE / "project" not in file.parents]
+    if hooks.exists():
+        for tool in sorted({*re.findall(r"from tools\.(\w+) import", hooks.read_text())}):
+            files += sorted((PROJECT / "tools" / tool).rglob("*.py"))
+        files.append(hooks)
+    for file in files:
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 

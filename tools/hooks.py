@@ -1,13 +1,14 @@
 """The tools that take part in a run, for real_model_example.py.
 
-Each function imports its tool when it is called, because most runs need none of them.
+Each function imports its tool when it is called: most runs need one of them only, the memory plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from distributed_training.hooks import Hooks, TrainingLoop
 
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from distributed_training.ranks.context import DistContext
     from distributed_training.ranks.launch import Launch
     from distributed_training.run.balancing import Balancer
+    from distributed_training.run.memory_plan import MemoryPlan
     from distributed_training.run.run import Run
     from distributed_training.settings.data import DataSettings
     from distributed_training.settings.settings import Settings
     from distributed_training.strategies.objects import TrainingObjects
     from distributed_training.train_state import TrainState
+
+T = TypeVar("T")
 
 
 def prove(settings: Settings) -> int:
@@ -60,6 +64,15 @@ def choose(settings: Settings, ctx: DistContext) -> Settings:
     return choose.choose(settings, ctx)
 
 
+def plan_run(
+    settings: Settings, ctx: DistContext, config: JsonObject, seq_length: int
+) -> MemoryPlan:
+    """Plan the memory of a run: for advice if it runs out, and for results.json."""
+    from tools.plan import run_plan
+
+    return run_plan.plan_run(settings, ctx, config, seq_length)
+
+
 def create_balancer(
     objects: TrainingObjects,
     state: TrainState,
@@ -75,13 +88,13 @@ def create_balancer(
 class Replay:
     """--replay: repeat the steps of a run, and show one."""
 
-    def redirected(
+    def in_temporary_folder(
         self, settings: Settings, ctx: DistContext, step: int
     ) -> AbstractContextManager[Settings]:
         """See distributed_training.hooks.Replay."""
         from tools.replay import folder
 
-        return folder.redirected(settings, ctx, step)
+        return folder.in_temporary_folder(settings, ctx, step)
 
     def show(
         self, run: Run, step: int, loop: TrainingLoop, data: DataSettings, ctx: DistContext
@@ -92,12 +105,18 @@ class Replay:
         return command.replay(run, step, loop, data, ctx)
 
 
+def if_present(tool: str, hook: T) -> T | None:
+    """Return a hook whose tool has not been deleted; a run without it refuses its flags."""
+    return hook if (Path(__file__).parent / tool).is_dir() else None
+
+
 HOOKS = Hooks(
-    prove=prove,
-    prefetch=prefetch,
-    check=check,
-    show_sample=show_sample,
-    choose=choose,
-    create_balancer=create_balancer,
-    replay=Replay(),
+    prove=if_present("prove", prove),
+    prefetch=if_present("check", prefetch),
+    check=if_present("check", check),
+    show_sample=if_present("check", show_sample),
+    choose=if_present("choose", choose),
+    plan_run=if_present("plan", plan_run),
+    create_balancer=if_present("balance", create_balancer),
+    replay=if_present("replay", Replay()),
 )

@@ -93,7 +93,7 @@ def convert_checkpoint(
     """
     if to not in FORMATS or dtype not in DTYPES:
         known = f"to is one of {', '.join(FORMATS)}, and dtype of {', '.join(DTYPES)}"
-        raise UserError(f"to {shown(to)} with dtype {shown(dtype)} is no format: {known}.")
+        raise UserError(f"to {shown(to)} with dtype {shown(dtype)} is not a format: {known}.")
     if not (source := Path(source)).is_dir():
         raise UserError(f"{source}: no such folder.")
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from distributed_training import console
 from distributed_training.checkpoints import other_runs, signature
 from distributed_training.checkpoints.format import candidates_in, list_checkpoints
-from distributed_training.checkpoints.verify import find_damage, read_manifest
+from distributed_training.checkpoints.verify import verify
 from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import shown
@@ -88,15 +88,3 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> FoundCheckpoint | No
             f"python scripts/convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
         )
     return None
-
-
-def verify(checkpoint: Path, ctx: DistContext) -> tuple[JsonObject, str]:
-    """Read a checkpoint's manifest and verify its files, of which each rank takes a part.
-
-    Returns:
-        (manifest, ""), or a clause that says why it cannot be used as the second item.
-    """
-    read = read_manifest(checkpoint) if ctx.is_main else ({}, "")
-    manifest, problem = ctx.broadcast_from_rank0(read)
-    problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)
-    return manifest, next(filter(None, ctx.all_gather(problem)), "")

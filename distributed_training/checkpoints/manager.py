@@ -21,6 +21,7 @@ from distributed_training import console
 from distributed_training.checkpoints import signature
 from distributed_training.checkpoints.contents import Contents
 from distributed_training.checkpoints.folder import CheckpointFolder
+from distributed_training.checkpoints.verify import verify
 from distributed_training.checkpoints.writing import write_checkpoint
 from distributed_training.data.opening import Datasets
 from distributed_training.errors import TrainingError
@@ -67,9 +68,6 @@ class CheckpointManager:
     ) -> CheckpointManager:
         """Create the manager of a run, whose checkpoints are in `folder`."""
         training, output = settings.training, settings.output
-        if training.load_best_at_end:
-            # Before the training: a changed installation must not fail the end of the run.
-            from distributed_training.checkpoints import find  # noqa: F401
         identity = signature.run_signature(settings, ctx, spec, datasets.facts, objects.module)
         state = None if training.eval_only else objects.sharded_state(ctx.device)
         return cls(
@@ -151,8 +149,6 @@ class CheckpointManager:
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
-        from distributed_training.checkpoints.find import verify  # most runs read no checkpoint
-
         manifest, problem = verify(best_folder, self.ctx)
         if problem:
             kept = "cannot be used, so the model keeps the last weights"
@@ -165,8 +161,6 @@ class CheckpointManager:
 
     def load_saved(self, step: int) -> None:
         """Load the weights and optimizer states of a checkpoint that this process has saved."""
-        from distributed_training.checkpoints.find import verify  # most runs read no checkpoint
-
         folder = self.folder.of_step(step)
         manifest, problem = verify(folder, self.ctx)
         if problem:

@@ -11,8 +11,7 @@ import os
 
 from torch import nn
 
-from distributed_training.data.special_tokens import start_of
-from distributed_training.data.token_cache import tokenizer_fingerprint
+from distributed_training.data.special_tokens import start_of, tokenizer_fingerprint
 from distributed_training.files.json_types import JsonObject
 from distributed_training.model.spec import ModelSpec
 from distributed_training.rank_shares import shown_shares
@@ -85,27 +84,29 @@ def run_signature(
         "document_start": (may_be_text and start_of(spec.tokenizer)) or None,
         "template": digest_of(spec.tokenizer.chat_template)[:10] if may_be_chat else None,
     }
-    informational = _informational(settings.flags(), settings.strategy.reduce_dtype, ctx, spec)
+    informational = _informational(settings.flags(), data.streaming, ctx, spec)
+    informational |= {
+        "rank_shares": shown_shares(training.rank_shares),
+        "reduce_dtype": settings.strategy.reduce_dtype,
+    }
     return {"hard": must_match, "soft": should_match, "told": informational}
 
 
 def _informational(
-    flags: FlagValues, reduce_dtype: str | None, ctx: DistContext, spec: ModelSpec
+    flags: FlagValues, streaming: bool, ctx: DistContext, spec: ModelSpec
 ) -> JsonObject:
     """Return the entries whose changes a resumed run only reports."""
     informational = {name: flags[name] for name in INFORMATIONAL_FLAGS}
     # The tokens of a stream are not known in advance; those of its template change with the date.
     rendering = None
-    if flags["streaming"]:
+    if streaming:
         from distributed_training.data.chat import rendering_of  # most runs have no template
 
         rendering = rendering_of(spec.tokenizer)
     return informational | {
         "rendered_template": rendering and digest_of(rendering)[:10],
         "ranks": ctx.world_size,
-        "rank_shares": shown_shares(flags["rank_shares"]),
         "precision": ctx.precision,
-        "reduce_dtype": reduce_dtype,
     }
 
 

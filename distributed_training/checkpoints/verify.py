@@ -15,6 +15,7 @@ from distributed_training.errors import UserError
 from distributed_training.files.atomic import digest_of_json, sha256_of
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import reason_of, shown
+from distributed_training.ranks.context import DistContext
 from distributed_training.train_state import NEW_RUN
 
 
@@ -98,3 +99,15 @@ def _wrong_tensor(path: Path, elements: dict[str, int]) -> str:
             if tensor.get_shape() != [count] or tensor.get_dtype() != "F32":
                 return name
     return ""
+
+
+def verify(checkpoint: Path, ctx: DistContext) -> tuple[JsonObject, str]:
+    """Read a checkpoint's manifest and verify its files, of which each rank takes a part.
+
+    Returns:
+        (manifest, ""), or a clause that says why it cannot be used as the second item.
+    """
+    read = read_manifest(checkpoint) if ctx.is_main else ({}, "")
+    manifest, problem = ctx.broadcast_from_rank0(read)
+    problem = problem or find_damage(checkpoint, manifest, ctx.rank, ctx.world_size)
+    return manifest, next(filter(None, ctx.all_gather(problem)), "")

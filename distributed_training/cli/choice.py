@@ -2,8 +2,10 @@
 
 from distributed_training.cli.parser import Options
 from distributed_training.errors import UserError
+from distributed_training.files.json_types import JsonObject
 from distributed_training.rank_shares import AUTO
 from distributed_training.strategies.strategy import FlagValues
+from distributed_training.units import GB
 
 FOLLOWS = "from --global_batch_size"  # the source of what follows from it on any number of ranks
 # Flags that may be auto, and their values until the run has chosen (tools/choose).
@@ -88,3 +90,26 @@ def accumulation(
             f"{flags.gradient_accumulation_steps}: leave one of the flags out."
         )
     return {} if "gradient_accumulation_steps" in given else {"gradient_accumulation_steps": steps}
+
+
+def named(to_choose: tuple[str, ...]) -> str:
+    """Return the flags that are auto as a message names them; "" if there are none."""
+    return " and ".join(f"--{name} auto" for name in to_choose)
+
+
+def described(to_choose: tuple[str, ...], choice: JsonObject) -> str:
+    """Return a line about what a run has chosen, and the runner-up.
+
+    Args:
+        to_choose: the flags that were auto.
+        choice: as results.json has it.
+    """
+    steps = choice["gradient_accumulation_steps"]
+    batch = f"{choice['batch_size']} sequences" + f" × {steps}" * (steps > 1)
+    planned, limit = choice["planned_bytes"] / GB, choice["limit_bytes"] / GB
+    kept = ", as in the run that is resumed" if choice["kept"] else ""
+    second = f"; next: {choice['runner_up']}" if choice["runner_up"] else ""
+    return (
+        f"🎯 {named(to_choose)}: {choice['strategy']}, {batch} per rank{kept}: {planned:.1f} of "
+        f"{limit:.1f} GB by the memory plan{second}"
+    )

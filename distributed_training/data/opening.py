@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from distributed_training.cli.checks import NEED_EVALUATIONS
-from distributed_training.data.corpus import open_corpus
 from distributed_training.data.facts import DatasetFacts
 from distributed_training.data.sequences import Padding, Sequences
-from distributed_training.data.sources import announce
 from distributed_training.errors import UserError
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings
@@ -95,6 +93,10 @@ def open_tokenized(
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
+    # As for a stream: a run loads the modules of its own kind of data.
+    from distributed_training.data.corpus import open_corpus
+    from distributed_training.data.sources import announce
+
     announce(data)
     only_validates = training.eval_only and data.validation_file
     if len(data.dataset) > 1 and not only_validates:

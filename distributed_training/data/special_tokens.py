@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -69,3 +71,12 @@ def end_finder(
         return 0
 
     return find
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
+    if tokenizer.is_fast:
+        text = tokenizer.backend_tokenizer.to_str()
+    else:
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()

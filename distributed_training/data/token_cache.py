@@ -22,6 +22,7 @@ from distributed_training.data import special_tokens
 from distributed_training.data.facts import TokenizedSplit
 from distributed_training.data.rows import BadRow, RowOptions, Source
 from distributed_training.data.sources import open_source
+from distributed_training.data.tokenize import write_split
 from distributed_training.errors import UserError
 from distributed_training.files.cache import Cache, cache_folder
 from distributed_training.ranks.context import DistContext, require_equal_on_all_ranks
@@ -88,14 +89,17 @@ def tokenize_once(
         UserError: the cache or the text cannot be read, or there are too many bad rows.
     """
     template = json.dumps(tokenizer.chat_template)
-    texts = [str(CACHE_VERSION), source.fingerprint, tokenizer_fingerprint(tokenizer), template]
+    texts = [
+        str(CACHE_VERSION),
+        source.fingerprint,
+        special_tokens.tokenizer_fingerprint(tokenizer),
+        template,
+    ]
     # The fingerprint of a tokenizer that is not a fast one does not have what it adds to a text.
     texts.append(repr(special_tokens.start_of(tokenizer)))
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
     def write(folder: Path) -> dict:
-        from distributed_training.data.tokenize import write_split  # not if the cache has it
-
         bad: list[str] = []
 
         def refuse(row: BadRow) -> None:
@@ -123,12 +127,3 @@ def check_bad_rows(bad: Sequence[str], allowed: int) -> None:
     """Raise a UserError that names the first row beyond the maximum, if there are more bad rows."""
     if len(bad) > allowed:
         raise UserError(f"{bad[allowed]} --max_bad_rows N leaves out up to N rows, now {allowed}.")
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a SHA-256 hex digest of everything that determines the token ids of a text."""
-    if tokenizer.is_fast:
-        text = tokenizer.backend_tokenizer.to_str()
-    else:
-        text = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{text}\0{tokenizer.eos_token_id}".encode()).hexdigest()

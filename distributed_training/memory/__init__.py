@@ -3,7 +3,6 @@
 find_architecture  from the value of --model to its architecture
 estimate       bytes on each GPU, in host memory and on NVMe for each strategy
 fit            what fits: the simplest strategy, the largest batch; advice to a run out of memory
-plan           for a program: the memory of a rank, whether it fits, and the cost of the run
 measure        bytes by phase of a run, and during one step
 allocation_profile  live and peak bytes of a step on a CPU
 live           live tensors by category

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from distributed_training.memory import system
+from distributed_training.memory.allocation_profile import MARK, marks_of_profile
 from distributed_training.memory.live import all_tensors, count, live_bytes, pinned_bytes
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.units import GB
@@ -132,9 +133,6 @@ class ProfilerMarks(StepMarks):
     """On a CPU: PyTorch's profiler records each allocation, which slows down the step."""
 
     def __init__(self) -> None:
-        from distributed_training.memory import allocation_profile  # only if detailed, on a CPU
-
-        self._allocations = allocation_profile
         self._profiler: torch.autograd.profiler.profile | None = None
 
     def begin(self) -> None:
@@ -145,7 +143,7 @@ class ProfilerMarks(StepMarks):
 
     def mark(self, phase: str) -> None:
         """See the base class."""
-        with torch.profiler.record_function(f"{self._allocations.MARK}{phase}"):
+        with torch.profiler.record_function(f"{MARK}{phase}"):
             pass
 
     def end(self) -> list[tuple[str, int, int]]:
@@ -155,7 +153,7 @@ class ProfilerMarks(StepMarks):
         addresses: set[int] = set()
         count(all_tensors(), addresses)
         profiler.__exit__(None, None, None)
-        return self._allocations.marks_of_profile(profiler, self.start, addresses)
+        return marks_of_profile(profiler, self.start, addresses)
 
 
 @dataclass

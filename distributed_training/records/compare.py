@@ -159,7 +159,7 @@ def compare_runs(
         the reference. `runs` are named A, B, ... in this order; `run.agreement` has the compared
         points, where a run departs from the reference, what differs, and likely causes.
     Raises:
-        UserError: there are no others, or one of them is no run.
+        UserError: there are no others, or one of them is not a run.
     """
     if not others:
         raise UserError("A comparison needs two or more runs: name another one.")

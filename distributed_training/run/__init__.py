@@ -5,8 +5,8 @@ start_log       what a run reports before its training: model, data, memory by p
 balancing       how a run lets something change the shares of its ranks
 run             the objects of a run whose training starts
 run_end         the end of a run: best weights, results, exported model, generated texts
-run_plan        the memory estimate of a run in progress
-run_workload    the workload of a run in progress, which the estimate depends on
+memory_plan     the memory plan of a run in progress, which a tool makes
+run_workload    the workload of a run in progress, and the memory that it may use
 step_log        the log of the steps: metrics.jsonl, console, progress bar, trackers
 step_meter      measures a step: time by phase, memory, traffic
 trackers        --report_to: the numbers of metrics.jsonl in TensorBoard and Weights & Biases

@@ -1,4 +1,4 @@
-"""How a run lets something change the shares of its ranks: --rank_shares auto."""
+"""--rank_shares auto: what changes the shares of the ranks while a run trains."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import statistics
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -22,12 +21,10 @@ from distributed_training.model.spec import ModelSpec
 from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.ranks import tuning
 from distributed_training.ranks.context import DistContext
+from distributed_training.run.memory_plan import MemoryPlan
 from distributed_training.run.step_meter import StepMeter
 from distributed_training.settings.settings import Settings
 from distributed_training.train_state import TrainState
-
-if TYPE_CHECKING:
-    from distributed_training.run.run_plan import RunPlan
 
 # Keys that are null where nothing was trained (--eval_only).
 KEYS_OF_TRAINING = """
@@ -96,13 +93,19 @@ def progress(state: TrainState) -> dict:
 
 
 def measured(
-    ctx: DistContext, spec: ModelSpec, meter: StepMeter, work: list[tuple[int, int]], plan: RunPlan
+    ctx: DistContext,
+    spec: ModelSpec,
+    meter: StepMeter,
+    work: list[tuple[int, int]],
+    optim: str,
+    plan: MemoryPlan,
 ) -> dict:
     """Return the speed of this rank, and the communication and memory of all ranks.
 
     Args:
         work: sequences and tokens of each step, over all ranks.
-        plan: the memory estimate.
+        optim: --optim.
+        plan: the memory plan.
     """
     found = dict.fromkeys(KEYS_OF_TRAINING) | meter.speed(work)
     if meter.first_step_at:
@@ -115,7 +118,7 @@ def measured(
     if meter.step > meter.first_step:
         found["communication_bytes_per_step"] = statistics.mean(sent)
         found["communication_per_step"] = traffic
-    return found | {"memory": _memory(ctx, meter, plan)}
+    return found | {"memory": _memory(ctx, meter, optim, plan)}
 
 
 def _share_of_peak(rate: float, ctx: DistContext, spec: ModelSpec) -> float | None:
@@ -132,17 +135,16 @@ def _share_of_peak(rate: float, ctx: DistContext, spec: ModelSpec) -> float | No
     return rate * flops_per_token(*matmul, *shape) / peak
 
 
-def _memory(ctx: DistContext, meter: StepMeter, plan: RunPlan) -> dict:
+def _memory(ctx: DistContext, meter: StepMeter, optim: str, plan: MemoryPlan) -> dict:
     nvme = meter.step_memory.objects.strategy.nvme_folder
     own = measure.of_this_rank(meter.memory, meter.step_memory, nvme, ctx.launch.is_node_leader)
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[plan.optimizer].state_bytes and not on_disk
+    has_states = OPTIMIZERS[optim].state_bytes and not on_disk
     if ctx.simulated and has_states and not found["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "
             "memory."
         )
-    estimate = plan.estimate()
-    return found | {"predicted_bytes": estimate and estimate.sizes()}
+    return found | {"predicted_bytes": plan.predicted_bytes()}

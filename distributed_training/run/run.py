@@ -21,6 +21,7 @@ from distributed_training.ranks.context import DistContext
 from distributed_training.records.metrics_file import MetricsFile
 from distributed_training.run import results
 from distributed_training.run.balancing import Balancer, CreateBalancer, FixedShares
+from distributed_training.run.memory_plan import MemoryPlan
 from distributed_training.run.run_folder import RunFolder
 from distributed_training.run.start_log import StartLog
 from distributed_training.run.step_log import LogOptions, StepLog
@@ -32,7 +33,6 @@ from distributed_training.train_state import TrainState
 
 if TYPE_CHECKING:
     from distributed_training.run.prompts import Prompts
-    from distributed_training.run.run_plan import RunPlan
 
 
 class Run(NamedTuple):
@@ -82,9 +82,7 @@ class Run(NamedTuple):
             prompts = Prompts.of(settings.output, settings.training)
         return cls(objects, datasets, state, folder, manager, log, meter, balance, prompts)
 
-    def begin(
-        self, training: TrainingSettings, plan: Callable[[], RunPlan], ctx: DistContext
-    ) -> None:
+    def begin(self, training: TrainingSettings, plan: MemoryPlan, ctx: DistContext) -> None:
         """Change the files of an earlier run, and report steps that hang from now on.
 
         Call it when all checks have passed. With --auto_micro_batch the ranks start again if memory
@@ -92,14 +90,12 @@ class Run(NamedTuple):
         """
         self.manager.take_over(self.state.best, clean=self.folder.lock is not None)  # checkpoints
         self.folder.begin(run_signature=self.manager.identity)  # results.json
-        # metrics.jsonl. The planner is loaded before the end, which a changed installation must not
-        # fail.
-        self.log.begin(after_first_step=plan)
+        self.log.cut()  # metrics.jsonl
         if ctx.device.type == "cpu":  # keep the memory of a step's tensors for the next step
             sharded = bool(self.objects.strategy.sharded)
-            tuning.keep_freed_memory(large=not sharded and plan().leaves_half(ctx))
+            tuning.keep_freed_memory(large=not sharded and plan.leaves_half(ctx))
         # --rank_shares auto may change the sequences of this rank.
-        ctx.monitor.advise_with(lambda: plan().at_step(self.state, ctx).ways_to_fit(ctx))
+        ctx.monitor.advise_with(lambda: plan.at_step(self.state, ctx).ways_to_fit(ctx))
         if not (training.auto_micro_batch and training.batch_size > 1):
             ctx.monitor.training_starts(self.state)
             return
@@ -140,7 +136,7 @@ class Run(NamedTuple):
                 "scales the loss to the range of fp16. bf16 has the range of fp32."
             )
 
-    def without(self, skipped: tuple[int, ...], steps: StepBatches) -> StepBatches:
+    def without_skipped(self, skipped: tuple[int, ...], steps: StepBatches) -> StepBatches:
         """Return the step batches, except those of the steps `skipped`, which are only counted."""
         return self._without(skipped, steps) if skipped else steps
 

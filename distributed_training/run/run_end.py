@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +16,13 @@ from distributed_training.model.spec import ModelSpec
 from distributed_training.model.trained_model import TrainedModel
 from distributed_training.ranks.context import DTYPES, DistContext
 from distributed_training.run import results
+from distributed_training.run.memory_plan import MemoryPlan
 from distributed_training.run.run import Run
 from distributed_training.run.run_folder import RESULTS, RunFolder
 from distributed_training.settings.settings import Settings
 
 if TYPE_CHECKING:
     from distributed_training.model.export import Target
-    from distributed_training.run.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,12 @@ class RunEnd:
             Prompts.of(self.settings.output, self.settings.training).check(spec, dataset)
 
     def finish(
-        self,
-        run: Run,
-        plan: Callable[[], RunPlan],
-        eval_loss: float | None,
-        casting: torch.autocast,
+        self, run: Run, plan: MemoryPlan, eval_loss: float | None, casting: torch.autocast
     ) -> None:
         """Finish a run that has trained: results.json, the exported model, generated texts.
 
         Args:
-            plan: returns the memory estimate, which is recorded next to the measured memory.
+            plan: the memory plan, which is recorded next to the measured memory.
             eval_loss: of the last evaluation; None if there was none.
             casting: the context manager that training uses for the forward pass.
         Raises:
@@ -112,10 +107,10 @@ class RunEnd:
         self._publish(manager.trained_model(None), casting)
         self._complete()
 
-    def _summarize(self, run: Run, plan: Callable[[], RunPlan], eval_loss: float | None) -> None:
+    def _summarize(self, run: Run, plan: MemoryPlan, eval_loss: float | None) -> None:
         """Record and print the results of the training."""
         run.log.flush()
-        state, spec = run.state, run.manager.spec
+        state, spec, optim = run.state, run.manager.spec, self.settings.training.optim
         best = state.best or {}
         self.folder.record(
             checkpoint_seconds=run.manager.seconds,
@@ -126,7 +121,7 @@ class RunEnd:
             best_eval_loss=best.get("loss"),
             best_step=best.get("step"),
             stopped_early=state.patience if state.stopped_early else None,
-            **results.measured(self.ctx, spec, run.meter, run.log.work, plan()),
+            **results.measured(self.ctx, spec, run.meter, run.log.work, optim, plan),
         )
         say_results(self.ctx, self.folder.facts, self.settings.debug.profile_memory)
 

@@ -1,7 +1,10 @@
-"""The workload of a run in progress, for its memory estimate."""
+"""The workload of a run in progress, and the memory that it may use: for tools that plan."""
+
+import torch
 
 from distributed_training.data.batches import initial_counts
-from distributed_training.memory.fit import check_is_planned
+from distributed_training.memory.fit import Limits, check_is_planned
+from distributed_training.memory.system import memory_limit
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.settings import Settings
 from distributed_training.workload.architectures import Architecture
@@ -38,3 +41,11 @@ def workload_of_run(
         optimizer=training.optim,
         reduce_dtype=settings.strategy.reduce_dtype,
     )
+
+
+def memory_limits(ctx: DistContext) -> Limits:
+    """Return the memory limits of this rank's device and of its node, in bytes."""
+    ranks = ctx.ranks_per_node
+    if ctx.device.type == "cuda":
+        return Limits(memory_limit(ctx.device), memory_limit(torch.device("cpu")), None, ranks)
+    return Limits(memory_limit(ctx.device) // ranks)  # the ranks share the host's memory

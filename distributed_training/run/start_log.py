@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
@@ -16,14 +15,12 @@ from distributed_training.data.opening import Datasets
 from distributed_training.memory.measure import MemoryByPhase
 from distributed_training.model.spec import ModelSpec
 from distributed_training.ranks.context import DistContext
+from distributed_training.run.memory_plan import MemoryPlan, PlanRun
 from distributed_training.run.run_folder import RunFolder
 from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.units import human_count
-
-if TYPE_CHECKING:
-    from distributed_training.run.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -59,20 +56,14 @@ class StartLog:
             at_end.append(record_memory(settings.debug.memory_snapshot, ctx))
         return cls(ctx, folder, memory, at_end)
 
-    def plan_memory(self, settings: Settings, spec: ModelSpec) -> Callable[[], RunPlan]:
-        """Return a function that estimates the memory of the run, when it is first called.
-
-        It is needed if memory runs out, and for results.json. Before the training only a run on a
-        CPU and --rank_shares auto need it, so a run on a GPU starts without the planner.
-        """
-
-        @functools.cache
-        def plan() -> RunPlan:
-            from distributed_training.run.run_plan import RunPlan  # see above
-
-            return RunPlan.of(settings, self.ctx, spec.config.to_dict(), spec.seq_length)
-
-        self.ctx.monitor.advise_with(lambda: plan().ways_to_fit(self.ctx))
+    def plan_memory(
+        self, settings: Settings, spec: ModelSpec, plan_run: PlanRun | None
+    ) -> MemoryPlan:
+        """Return the memory plan of the run, which advises a run whose memory runs out."""
+        if plan_run is None:
+            return MemoryPlan()
+        plan = plan_run(settings, self.ctx, spec.config.to_dict(), spec.seq_length)
+        self.ctx.monitor.advise_with(partial(plan.ways_to_fit, self.ctx))
         return plan
 
     def model_found(

@@ -18,6 +18,7 @@ from distributed_training.data.opening import NOTHING_TO_EVALUATE
 from distributed_training.errors import explain, redact_value
 from distributed_training.files.json_types import JsonObject
 from distributed_training.ranks.context import DistContext
+from distributed_training.records.loss_figure import draw_losses
 from distributed_training.records.metrics_file import MetricsFile
 from distributed_training.run.step_meter import StepMeter
 from distributed_training.strategies import gradients
@@ -76,16 +77,9 @@ class StepLog:
     _losses: list[float] = field(default_factory=list)  # of the epoch's steps in this process
     _rate: float | None = None  # tokens per second of the last step that was flushed
     _epoch: Epoch | None = None  # None before the first step
-    _after_first_step: Callable[[], object] | None = None
 
-    def begin(self, after_first_step: Callable[[], object]) -> None:
-        """Remove the records of an earlier run after the checkpoint from which this one starts.
-
-        Args:
-            after_first_step: is called once, after the first step of this process, which it must
-                not delay.
-        """
-        self._after_first_step = after_first_step
+    def cut(self) -> None:
+        """Remove the records of an earlier run after the checkpoint from which this one starts."""
         if self.ctx.is_main:
             self.file.cut_at(self.state.step)
 
@@ -140,10 +134,6 @@ class StepLog:
         epoch.bar.update()
         if epoch.is_complete:
             epoch.bar.close()
-        if self._after_first_step:
-            self._after_first_step()
-            self._after_first_step = None
-            self.meter.pause()
         self.meter.mark("data")  # logging is part of training: it delays the next step's data
 
     def log_skipped(self) -> None:
@@ -274,8 +264,6 @@ class StepLog:
     def _draw_losses(self) -> None:
         if self.ctx.is_main:
             with errors_as_notices():
-                from distributed_training.records.loss_figure import draw_losses  # matplotlib's
-
                 draw_losses(self.file.path)
 
 

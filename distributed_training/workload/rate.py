@@ -1,4 +1,4 @@
-"""The rate at which a GPU trains, as a run measured it or as its peak FLOP/s let expect."""
+"""The rate at which a GPU trains, as a run measured it, or as a share of its peak FLOP/s."""
 
 from typing import NamedTuple
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PROJECT, SCRIPT
+from conftest import PROJECT, SCRIPT, slow
 
 SCRIPTS = PROJECT / "scripts"
 PLAN = [SCRIPTS / "plan_memory.py", "--model", "gpt2", "--gpu_memory", "16"]
@@ -72,6 +72,24 @@ def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path
     of_flags += " data.chat data.chat_template data.streaming data.tokenize other_optimizers"
     others = {f"strategies.{name}" for name in ("deepspeed.options", "fsdp.shards", "muon")}
     assert "run.run_end" in own and not own & ({*of_flags.split()} | others)
+
+
+@pytest.mark.parametrize("strategy", ["dp", slow("zero2"), slow("fsdp")])
+def test_a_run_has_loaded_its_code_before_it_trains(tmp_path, strategy):
+    """A change of the installation during a long run must not lose its results."""
+    flags = "--max_steps 1 --batch_size 1 --seq_length 32 --eval_samples 2 --generate a".split()
+    flags += ["--strategy", strategy, "--output_dir", tmp_path]
+    command = [sys.executable, "-X", "importtime", SCRIPT, *flags]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(command, **streams)
+    before, started, after = run.stdout.partition("Starting Training")
+    assert run.returncode == 0 and started and "tools.plan.run_plan" in before
+    loaded = {
+        line.rpartition("|")[2].strip() for line in after.splitlines() if "import time" in line
+    }
+    own = {name for name in loaded if name.startswith(("distributed_training", "tools"))}
+    # The tensors of DeepSpeed's optimizer exist after its first step only.
+    assert own <= {"distributed_training.strategies.deepspeed.live_states"}
 
 
 def test_deepspeed_imports_no_compiler(tmp_path):

@@ -19,7 +19,7 @@ from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.batches import copy_ahead
 from distributed_training.errors import MissingRequirement, UserError
 from distributed_training.model.prepare import configure_transformers
-from distributed_training.ranks import compiler, gpu_problems, gpus, tuning
+from distributed_training.ranks import compiler, gpus, tuning
 from distributed_training.ranks.context import DistContext
 from distributed_training.ranks.launch import Launch
 from distributed_training.ranks.process_group import Arrival, RankDevice, compare_devices
@@ -157,7 +157,7 @@ def machine(monkeypatch, tmp_path):
             card = tmp_path / f"sys/class/drm/card{number}/device"
             card.mkdir(parents=True)
             (card / "mem_info_vram_total").write_text(f"{size}\n")
-        monkeypatch.setattr(gpu_problems, "_cuda_of_driver", lambda: driver)
+        monkeypatch.setattr(gpus, "_cuda_of_driver", lambda: driver)
 
     return build
 

@@ -18,7 +18,7 @@ from distributed_training import PACKAGE, PROJECT
 
 # From the top to the bottom: a package or module imports only from lower lines.
 ORDER = [
-    ["run", "trained"],
+    ["run", "trained", "planning"],
     ["records"],
     ["checkpoints", "entry"],
     ["model"],

@@ -29,11 +29,7 @@ except ImportError:  # Python 3.10
 
 TOML = tomllib.loads((PROJECT / "pyproject.toml").read_text())
 COMMANDS = TOML["project"]["scripts"]
-INTERNAL = {
-    "trainer_step.py",
-    "generate_docs.py",
-    "draw_pictures.py",
-}  # for the project's own programs
+INTERNAL = {"generate_docs.py", "draw_pictures.py"}  # for the project's own programs
 DOCKERFILE = (PROJECT / "Dockerfile").read_text()
 APPTAINER = (PROJECT / "apptainer.def").read_text()
 PIP = r"pip (install.*?)(?: &&|$)"

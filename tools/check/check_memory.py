@@ -7,7 +7,7 @@ from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.memory.fit import remedies
 from distributed_training.ranks.context import DistContext
-from distributed_training.run.run_plan import memory_limits
+from distributed_training.run.run_workload import memory_limits
 from distributed_training.settings.data import choose_seq_length
 from distributed_training.units import GB
 from distributed_training.workload.architectures import Architecture

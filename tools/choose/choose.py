@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypedDict
 
-from distributed_training import console
+from distributed_training.cli.choice import named
 from distributed_training.cli.parse import complete
 from distributed_training.errors import UserError
 from distributed_training.memory.estimate import MemoryEstimate
@@ -13,8 +13,7 @@ from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.memory.fit import ADVISED_SHARE, Limits
 from distributed_training.ranks.compiler import configure_compiler
 from distributed_training.ranks.context import DistContext
-from distributed_training.run.run_plan import memory_limits
-from distributed_training.run.run_workload import workload_of_run
+from distributed_training.run.run_workload import memory_limits, workload_of_run
 from distributed_training.settings.data import choose_seq_length
 from distributed_training.settings.settings import Settings
 from distributed_training.units import GB
@@ -60,14 +59,7 @@ def choose(settings: Settings, ctx: DistContext) -> Settings:
     plain = complete(settings.as_given, {**choice}).settings
     if plain.model.compile:  # which depends on the strategy
         configure_compiler(ctx.device, plain.strategy.hooks_between_layers)
-    if not settings.run_file.print_config:  # which prints a run file
-        say(settings.parallelism.to_choose, choice)
     return dataclasses.replace(plain, hub=settings.hub)
-
-
-def named(to_choose: tuple[str, ...]) -> str:
-    """Return the flags that are auto as a message names them; "" if there are none."""
-    return " and ".join(f"--{name} auto" for name in to_choose)
 
 
 def first_that_fits(
@@ -117,21 +109,4 @@ def nothing_fits(found: list[Candidate], limits: Limits) -> str:
     return (
         f"{least.strategy} needs {host:.1f} GB of host memory on a node that has "
         f"{(limits.host or 0) / GB:.1f} GB, or another rank has less memory. {advice}"
-    )
-
-
-def say(to_choose: tuple[str, ...], choice: Choice) -> None:
-    """Print the choice and the runner-up.
-
-    Args:
-        to_choose: the flags that were auto.
-    """
-    steps = choice["gradient_accumulation_steps"]
-    batch = f"{choice['batch_size']} sequences" + f" × {steps}" * (steps > 1)
-    planned, limit = choice["planned_bytes"] / GB, choice["limit_bytes"] / GB
-    kept = ", as in the run that is resumed" if choice["kept"] else ""
-    second = f"; next: {choice['runner_up']}" if choice["runner_up"] else ""
-    console.print0(
-        f"🎯 {named(to_choose)}: {choice['strategy']}, {batch} per rank{kept}: {planned:.1f} of "
-        f"{limit:.1f} GB by the memory plan{second}"
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make one step with transformers.Trainer, with which --prove compares the steps of this project.
 
-    python scripts/trainer_step.py --config run.yaml
+    python tools/prove/trainer_step.py --config run.yaml
 
 The flags are those of real_model_example.py, and so are the files that are written: a checkpoint
 and metrics.jsonl. The model computes its loss and its activation as transformers does.

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distributed_training import console
-from distributed_training.checkpoints import find, other_runs, signature
+from distributed_training.checkpoints import other_runs, signature
 from distributed_training.checkpoints.format import list_checkpoints, step_of
+from distributed_training.checkpoints.verify import verify
 from distributed_training.errors import UserError
 from distributed_training.files.atomic import TemporaryFolder
 from distributed_training.files.json_types import JsonObject
@@ -43,7 +44,7 @@ WRITES_NOTHING = {
 
 
 @contextmanager
-def redirected(settings: Settings, ctx: DistContext, step: int) -> Iterator[Settings]:
+def in_temporary_folder(settings: Settings, ctx: DistContext, step: int) -> Iterator[Settings]:
     """Yield the settings of a run that repeats steps in a temporary folder; all ranks call it.
 
     Args:
@@ -65,7 +66,7 @@ def redirected(settings: Settings, ctx: DistContext, step: int) -> Iterator[Sett
 
 
 def folder_of_run(replay_folder: Path) -> Path:
-    """Return the output folder of the run that is repeated in a folder of `redirected`."""
+    """Return the output folder of the run that is repeated in a folder of `in_temporary_folder`."""
     return replay_folder.parents[1]
 
 
@@ -108,7 +109,7 @@ def newest_before(step: int, checkpoints: Path, ctx: DistContext) -> Path | None
     """
     candidates = [path for path in list_checkpoints(checkpoints) if step_of(path) < step]
     for path in ctx.broadcast_from_rank0(candidates):
-        _, problem = find.verify(path, ctx)
+        _, problem = verify(path, ctx)
         if not problem:
             return path
         console.warn(f"Skipped the checkpoint {path}: {problem}.")
