@@ -122,7 +122,10 @@ def require_hooks(settings: Settings, hooks: Hooks) -> None:
     }
     for flag, (is_given, hook) in needed.items():
         if is_given and hook is None:
-            raise UserError(f"{flag} needs a tool that this program was started without.")
+            raise UserError(
+                f"{flag} needs a tool that this program was started without: restore its folder "
+                "in tools/, or leave the flag out."
+            )
 
 
 def prepare_for_failures(verbose: bool) -> None:

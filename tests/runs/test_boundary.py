@@ -20,6 +20,14 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "tools"]
 print(distributed_training.PACKAGE)
 print(len([name for name in sys.modules if name.startswith("distributed_training.")]))
 """
+# Flags of tools that take part in a run.
+FLAGS = {
+    "balance": ["--rank_shares auto"],
+    "check": ["--check", "--prefetch", "--show_sample 1"],
+    "choose": ["--strategy auto"],
+    "prove": ["--prove"],
+    "replay": ["--replay 2"],
+}
 ONE_STEP = """
     --max_steps 1 --num_samples 4 --batch_size 1 --seq_length 32 --no_eval --no_export
     --precision fp32
@@ -64,6 +72,11 @@ def test_without_a_tool_a_run_trains_and_the_other_tools_work(copy_without, tool
     process = start(run, env, cwd=copy)
     _, err = finish(process, 120)
     assert process.returncode == 0 and (copy / out / "results.json").is_file(), err
+    for flags in FLAGS.get(tool, ()):  # they are refused before anything is written
+        process = start([*run[:2], *flags.split(), "--output_dir", "runs/two"], env, cwd=copy)
+        _, err = finish(process, 60)
+        assert process.returncode == 2 and err.count("\n") == 1 and flags.split()[0] in err, err
+        assert not (copy / "runs/two").exists()
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak"]
     process = start([*tests, "tests/unit/tools"], env, cwd=copy)
     said, err = finish(process, 300)
