@@ -66,7 +66,8 @@ def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path
     assert not modules & (libraries | others)
     # Of this project it loads no tool, no other engine, and nothing of flags that are not given.
     own = {name.partition(".")[2] for name in modules if name.startswith("distributed_training.")}
-    assert {name for name in modules if name.startswith("tools.")} == {"tools.hooks"}
+    tools = {name for name in modules if name.startswith("tools.")}
+    assert tools == {"tools.hooks", "tools.plan", "tools.plan.run_plan"}
     of_flags = "model.lora model.isolation model.push model.generate model.export run.prompts"
     of_flags += " run.trackers run.profiling ranks.restart ranks.compiler checkpoints.find cli.hub"
     of_flags += " data.chat data.chat_template data.streaming data.tokenize other_optimizers"
