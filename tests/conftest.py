@@ -62,12 +62,17 @@ def skip(reason: str) -> None:
 
 
 def pytest_configure():
-    """Give each worker of pytest-xdist its own cores: threads that spin for one cost minutes."""
+    """Give each worker of pytest-xdist its own cores, and let Ctrl-C reach what a test starts."""
+    # Threads that spin for a core cost minutes.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1 and hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[worker::workers] or cores)
+    # `make test &` in a script: the shell sets SIGINT to be ignored, and a program that a test
+    # starts and stops with Ctrl-C would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The files that take longest. pytest-xdist gives its workers one file after the other; a long one

@@ -171,14 +171,21 @@ class Terminal:
         os.close(terminal)
         self.printed = ""
 
-    def wait_for(self, text, seconds=60):
+    def wait_for(self, text):
         """Read until the terminal shows a text that it has not shown before."""
-        until = time.monotonic() + seconds
-        while text not in self.printed:
-            ready, _, _ = select.select([self.master], [], [], max(0, until - time.monotonic()))
-            assert ready, f"no {text!r} in {self.printed!r}"
-            self.printed += os.read(self.master, 4096).decode(errors="replace")
+        self._read_until(lambda: text in self.printed)
         self.printed = self.printed.partition(text)[2]
+
+    def wait_for_answer(self):
+        """Read until the terminal shows more than the end of the line that was typed."""
+        self._read_until(lambda: self.printed.strip())
+
+    def _read_until(self, is_there, seconds=60):
+        until = time.monotonic() + seconds
+        while not is_there():
+            ready, _, _ = select.select([self.master], [], [], max(0, until - time.monotonic()))
+            assert ready, f"not all that is expected in {self.printed!r}"
+            self.printed += os.read(self.master, 4096).decode(errors="replace")
 
     def type(self, text):
         os.write(self.master, text.encode())
@@ -209,7 +216,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(terminal):
         terminal.wait_for("> ")
         terminal.type(f"{question}\n")
         terminal.wait_for(question)  # the terminal shows what is typed
-        terminal.wait_for(" ")  # the answer has begun
+        terminal.wait_for_answer()
         time.sleep(0.2)
         assert terminal.process.poll() is None
         os.kill(terminal.process.pid, signal.SIGINT)
