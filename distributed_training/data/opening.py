@@ -49,8 +49,7 @@ class Datasets(NamedTuple):
         # length.
         one_length = settings.model.compile or ctx.simulated
         padding = Padding.of(length, one_length, ctx.device.type)
-        open_data = open_stream if data.streaming else open_tokenized
-        datasets = open_data(data, training, ctx, tokenizer, padding)
+        datasets = open_datasets(data, training, ctx, tokenizer, padding)
         check_validation(datasets.validation, training)
         return datasets.evaluate_on(training.eval_samples or data.num_samples)
 
@@ -64,18 +63,22 @@ class Datasets(NamedTuple):
         return None if isinstance(self.train, Sequences) else self.train
 
 
-def open_stream(
+def open_datasets(
     data: DataSettings,
     training: TrainingSettings,
     ctx: DistContext,
     tokenizer: PreTrainedTokenizerBase,
     padding: Padding,
 ) -> Datasets:
-    """Open the corpus of --streaming, which is read and tokenized while training.
+    """Open the corpus, tokenized or as the stream of --streaming.
 
     Raises:
-        UserError: the corpus or --validation_file cannot be read.
+        UserError: the corpus or --validation_file cannot be read, or the corpus is shorter than one
+            sequence.
     """
+    if not data.streaming:
+        return open_tokenized(data, training, ctx, tokenizer, padding)
+    # Imported here: a run loads the modules of its own kind of data only.
     from distributed_training.data import streaming
 
     return Datasets(*streaming.open_stream(data, training, ctx, tokenizer, padding))
@@ -93,7 +96,7 @@ def open_tokenized(
     Raises:
         UserError: the corpus cannot be read, or is shorter than one sequence.
     """
-    # As for a stream: a run loads the modules of its own kind of data.
+    # A run loads the modules of its own kind of data, here those of a stored corpus.
     from distributed_training.data.corpus import open_corpus
     from distributed_training.data.sources import announce
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distributed_training import console
-from distributed_training.data.opening import open_stream, open_tokenized
+from distributed_training.data.opening import open_datasets
 from distributed_training.data.sequences import Padding, micro_batch
 from distributed_training.errors import EXIT_COMPLETED
 from distributed_training.loss_chunks import IGNORED
@@ -26,8 +26,7 @@ def show_sample(settings: Settings, ctx: DistContext) -> int:
     length = choose_seq_length(data.seq_length, settings.model.model, positions)
     padding = Padding.of(length, settings.model.compile, ctx.device.type)
     training = replace(settings.training, eval_only=False)
-    open_data = open_stream if data.streaming else open_tokenized
-    parts = open_data(data, training, ctx, tokenizer, padding).train.first_sequence()
+    parts = open_datasets(data, training, ctx, tokenizer, padding).train.first_sequence()
     if ctx.is_main:
         # Without padding, whose id may be that of a token at the end.
         length = sum(len(ids) for ids, _ in parts)
