@@ -22,7 +22,6 @@ from distributed_training.data import special_tokens
 from distributed_training.data.facts import TokenizedSplit
 from distributed_training.data.rows import BadRow, RowOptions, Source
 from distributed_training.data.sources import open_source
-from distributed_training.data.tokenize import write_split
 from distributed_training.errors import UserError
 from distributed_training.files.cache import Cache, cache_folder
 from distributed_training.ranks.context import DistContext, require_equal_on_all_ranks
@@ -100,6 +99,8 @@ def tokenize_once(
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
     def write(folder: Path) -> dict:
+        from distributed_training.data.tokenize import write_split  # not if the cache has it
+
         bad: list[str] = []
 
         def refuse(row: BadRow) -> None:
