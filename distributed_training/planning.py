@@ -1,19 +1,25 @@
 """The plan of a run for a program: the memory of a rank, whether it fits, and what it costs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distributed_training.cli.resolve import change_settings, resolve_settings
 from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
 from distributed_training.memory.estimate import MemoryEstimate, predict
 from distributed_training.memory.find_architecture import find_architecture
-from distributed_training.memory.fit import Limits, check_is_planned, planned_device, ranks_of_node
+from distributed_training.memory.fit import (
+    Limits,
+    check_is_planned,
+    planned_device,
+    ranks_of_node,
+    workload_of,
+)
 from distributed_training.settings.data import choose_seq_length
 from distributed_training.settings.settings import Settings
 from distributed_training.units import GB
 from distributed_training.workload.cost import Cost, cost_of_work
 from distributed_training.workload.rate import Rate, assumed_rate
-from distributed_training.workload.workload import Device, Kernels, Workload, adapters
+from distributed_training.workload.workload import Device, Workload
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits")
 
@@ -168,20 +174,6 @@ def _workload(settings: Settings, gpus: int) -> Workload:
     check_is_planned(settings.strategy, training.eval_only)
     model = find_architecture(chosen.model)
     precision = "bf16" if training.precision == "auto" else training.precision
-    work = Workload(
-        model,
-        gpus,
-        training.batch_size,
-        choose_seq_length(data.seq_length, chosen.model, model.limit),
-        precision,
-        chosen.gradient_checkpointing,
-        training.gradient_accumulation_steps,
-        device=planned_device(precision),
-        lora=adapters(
-            model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit, chosen.lora_dora
-        ),
-        kernels=Kernels(chosen.fused_gelu, data.isolates_documents, chosen.compile),
-        optimizer=training.optim,
-        reduce_dtype=settings.strategy.reduce_dtype,
-    )
-    return replace(work, device=Device("cpu")) if training.device == "cpu" else work
+    length = choose_seq_length(data.seq_length, chosen.model, model.limit)
+    device = Device("cpu") if training.device == "cpu" else planned_device(precision)
+    return workload_of(settings, model, gpus, precision, length, device)

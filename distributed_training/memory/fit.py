@@ -14,10 +14,12 @@ from typing import Protocol
 from distributed_training.errors import UserError
 from distributed_training.gpu_generations import HOPPER, TURING
 from distributed_training.memory.estimate import MemoryEstimate, predict, supporting
+from distributed_training.settings.settings import Settings
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.strategies.table import OFFLOADING, ON_DEVICE, PREFERENCE
 from distributed_training.units import GB
-from distributed_training.workload.workload import Device, Workload
+from distributed_training.workload.architectures import Architecture
+from distributed_training.workload.workload import Device, Kernels, Workload, adapters
 
 ADVISED_SHARE = 0.9  # share of a GPU that advice may fill: peaks are predicted within 10 %
 
@@ -205,6 +207,40 @@ def check_is_planned(strategy: Strategy, eval_only: bool) -> None:
             "The memory estimate supports training with this project's DeepSpeed files and FSDP's "
             "defaults only."
         )
+
+
+def workload_of(
+    settings: Settings,
+    model: Architecture,
+    world_size: int,
+    precision: str,
+    seq_length: int,
+    device: Device,
+) -> Workload:
+    """Return the workload of a run with these settings, on equal ranks.
+
+    Args:
+        precision, seq_length: those that the run uses; in the settings they may be open.
+    Raises:
+        UserError: see `adapters`.
+    """
+    chosen, training = settings.model, settings.training
+    return Workload(
+        model,
+        world_size,
+        training.batch_size,
+        seq_length,
+        precision,
+        chosen.gradient_checkpointing,
+        training.gradient_accumulation_steps,
+        device=device,
+        lora=adapters(
+            model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit, chosen.lora_dora
+        ),
+        kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
+        optimizer=training.optim,
+        reduce_dtype=settings.strategy.reduce_dtype,
+    )
 
 
 def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryEstimate]:
