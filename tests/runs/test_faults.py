@@ -1,5 +1,6 @@
 """The fault museum, started as a user starts it: four faults, and patches that change nothing."""
 
+import os
 import re
 import subprocess
 import sys
@@ -51,8 +52,9 @@ def test_a_patch_that_changes_nothing_is_not_caught(tmp_path, monkeypatch):
 def test_prove_finds_the_accumulation_by_one_process():
     [planted] = [each for each in FAULTS if each.name == "mean_of_means"]
     [check] = planted.also
+    before = dict(os.environ)
     with bench.workshop_in_temporary_folder() as workshop:
         outcome = run.run_with_fault(workshop, replace(planted, check=check, also=(), curve=None))
-    assert not outcome.problem
+    assert not outcome.problem and os.environ["TMPDIR"] == before["TMPDIR"]
     found = outcome.findings[check]
     assert found.caught and "1 process, 8 × 1 accumulated: not equal in loss" in found.evidence

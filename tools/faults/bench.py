@@ -95,8 +95,9 @@ class Workshop:
 
 @contextmanager
 def workshop_in_temporary_folder() -> Iterator[Workshop]:
-    """Yield a workshop, and remove its folder."""
+    """Yield a workshop; then remove its folder, and restore the environment of this process."""
     temporary = TemporaryFolder(Path(gettempdir()), "fault_museum_", mode=0o700)
+    before = dict(os.environ)
     try:
         workshop = Workshop(temporary.path)
         try:
@@ -104,6 +105,8 @@ def workshop_in_temporary_folder() -> Iterator[Workshop]:
         finally:
             workshop.stop()
     finally:
+        os.environ.clear()
+        os.environ.update(before)
         temporary.remove()
 
 
