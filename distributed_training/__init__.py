@@ -35,7 +35,8 @@ patches      patches of torch, transformers and bitsandbytes
 console      lines and progress bars
 text_tables  tables of text
 units        units of memory, and numbers as people read them
-about        the version, and where the project's files are
+arguments    checks of the arguments of the public functions
+about        the version, where the project's files are, and the names of its commands
 """
 
 from __future__ import annotations

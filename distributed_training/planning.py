@@ -1,7 +1,9 @@
 """The plan of a run for a program: the memory of a rank, whether it fits, and what it costs."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from distributed_training import arguments
 from distributed_training.cli.resolve import change_settings, resolve_settings
 from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
@@ -14,6 +16,8 @@ from distributed_training.memory.fit import (
     ranks_of_node,
     workload_of,
 )
+from distributed_training.rank_shares import AUTO
+from distributed_training.settings import flag_types
 from distributed_training.settings.data import choose_seq_length
 from distributed_training.settings.settings import Settings
 from distributed_training.units import GB
@@ -21,29 +25,53 @@ from distributed_training.workload.cost import Cost, cost_of_work
 from distributed_training.workload.rate import Rate, assumed_rate
 from distributed_training.workload.workload import Device, Workload
 
+MOST_RANKS = 2**17
+LARGEST_GB = 100_000  # of a GPU or a node; a value in bytes is above it
+LARGEST_TOKENS, LARGEST_RATE = 1e16, 1e12
+NAMES_OF_GPUS = ("num_gpus", "n_gpus", "world_size", "num_processes")  # elsewhere
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits")
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The memory of one rank of a run, in bytes, and whether it fits. See `plan`."""
+    """The memory of one rank of a run, and whether it fits. `plan` returns it.
+
+    All ranks need the same.
+
+    Attributes:
+        model, strategy, precision: of the run.
+        gpus: number of ranks, one per GPU; or processes on CPUs.
+        batch_size: sequences of one rank in a micro-batch.
+        seq_length: tokens of a sequence.
+        memory: bytes on the device by kind: at the end of the backward pass "parameters",
+            "gradients", "optimizer" and "buffers" of the communication; at the end of the forward
+            pass "activations" and "logits", what the loss keeps. So they do not sum to the peak.
+        peak_bytes: maximum over a step on the device, temporary tensors included.
+        total_bytes: what the device must have: the peak, 5 % more for fragmentation, and an
+            allowance for the CUDA context and its libraries (about 1 GB).
+        host_bytes: in host memory, of one rank; large only with offload and infinity.
+        nvme_bytes: on the local disk, of one rank; only with infinity.
+        sent_bytes: what one rank sends in an optimizer step.
+        fits: whether `total_bytes`, and the node's host memory, are within the limits; None if no
+            limit was given.
+        largest_batch: the largest `batch_size` that fits; 0 if none does; None without a limit.
+        workload: what the estimate was computed from, for `cost`.
+    """
 
     model: str
     strategy: str
-    gpus: int  # or processes on CPUs
+    gpus: int
     precision: str
-    batch_size: int  # sequences of a rank in a micro-batch
-    seq_length: int  # tokens
-    # On the device: parameters, gradients, optimizer, buffers (of communication), activations,
-    # logits (what the loss keeps of them).
+    batch_size: int
+    seq_length: int
     memory: dict[str, int]
-    peak_bytes: int  # the maximum over a step on the device, with temporary tensors
-    total_bytes: int  # that the device must have: the peak with allowances for the libraries
-    host_bytes: int  # in host memory
-    nvme_bytes: int  # on disk
-    sent_bytes: int  # that the rank sends per optimizer step
-    fits: bool | None  # None: no limit is known
-    largest_batch: int | None  # the largest `batch_size` that fits, 0 if none does
+    peak_bytes: int
+    total_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    sent_bytes: int
+    fits: bool | None
+    largest_batch: int | None
     workload: Workload
 
     @classmethod
@@ -79,23 +107,42 @@ class Plan:
     ) -> Cost:
         """Return the hours, GPU-hours and price of a run, for one amount of work and one rate.
 
+        A rate from `device` is the same for all strategies, and does not know of recomputation
+        (gradient_checkpointing); a measured `tokens_per_second` includes both.
+
         Args:
-            tokens: that are trained on, over all epochs; or
-            max_steps: optimizer steps.
+            tokens: number of tokens trained on, over all epochs; or
+            max_steps: number of optimizer steps.
             device: a GPU such as "A100", whose peak FLOP/s × `mfu` are assumed; or
             tokens_per_second: of all GPUs together, as in a run's results.json.
             mfu: share of the peak FLOP/s (default: 0.4).
             price: of a GPU-hour, in any currency.
+        Returns:
+            The `Cost`: hours, gpu_hours, price, tokens, steps, tokens_per_second_per_gpu, and
+            `basis`, which says what the rate follows from.
         Raises:
-            UserError: the amount of work or the rate is missing, or the device is unknown.
+            UserError: the amount of work or the rate is missing, a number is not valid, or the
+                device is unknown.
         """
-        if bool(device) == bool(tokens_per_second) or (mfu and not device):
+        if (tokens is None) == (max_steps is None):
+            raise UserError("The cost needs one amount of work: tokens or max_steps.")
+        if (device is None) == (tokens_per_second is None) or (mfu is not None and device is None):
             raise UserError("The cost needs one rate: device (with mfu) or tokens_per_second.")
-        if device:
+        if tokens is not None:
+            arguments.number("tokens", tokens, 1, LARGEST_TOKENS)
+        else:
+            arguments.whole("max_steps", max_steps, 1, flag_types.MOST_STEPS)
+        if price is not None:
+            arguments.number("price", price, 0, LARGEST_RATE)
+        if device is not None:
+            if not isinstance(device, str):
+                raise UserError('device is the name of a GPU, such as "A100".')
+            if mfu is not None and not arguments.number("mfu", mfu, 0, 1):
+                raise UserError("mfu is a share of the peak FLOP/s above 0.")
             rate = assumed_rate(device, mfu, self.workload)
         else:
-            speed = (tokens_per_second or 0.0) / self.gpus
-            rate = Rate(speed, "given", "tokens_per_second", "", self.seq_length)
+            given = arguments.number("tokens_per_second", tokens_per_second, 1e-9, LARGEST_RATE)
+            rate = Rate(given / self.gpus, "given", "tokens_per_second", "", self.seq_length)
         return cost_of_work(self.workload, rate, tokens, max_steps=max_steps, price=price)
 
     def as_dict(self) -> JsonObject:
@@ -114,7 +161,7 @@ class Plan:
 
 
 def plan(
-    model: str | Settings,
+    model: str | Path | Settings,
     strategy: str | None = None,
     gpus: int = 1,
     gpu_memory: float | None = None,
@@ -124,7 +171,8 @@ def plan(
 ) -> Plan:
     """Estimate the memory of a run before it starts, without PyTorch, weights or a GPU.
 
-    The estimate is that of scripts/plan_memory.py; docs/PLAN.md explains and measures it.
+    The command plan-memory prints the same estimate; docs/PLAN.md of the project explains it and
+    compares it with measurements. By default a rank has 4 sequences of 512 tokens in bf16.
 
     Args:
         model: a size of GPT-2, tiny-gpt2, Llama-3-8B and others that docs/PLAN.md names, a name on
@@ -143,11 +191,18 @@ def plan(
         UserError: a flag is unknown or has an invalid value, the strategy does not support the
             run, or the model is of a family that the estimate does not support.
     """
-    if gpus < 1 or (gpu_memory is not None and gpu_memory <= 0):
-        raise UserError("gpus and gpu_memory must be above 0.")
-    settings = model if isinstance(model, Settings) else resolve_settings({"model": model})
-    changed = {**flags, **({"strategy": strategy} if strategy else {})}
-    settings = change_settings(settings, changed, world_size=gpus)
+    gpus = arguments.whole("gpus", gpus, 1, MOST_RANKS)
+    if gpus_per_node is not None:
+        gpus_per_node = arguments.whole("gpus_per_node", gpus_per_node, 1, MOST_RANKS)
+    for name, size in (("gpu_memory", gpu_memory), ("host_memory", host_memory)):
+        if size is not None:
+            arguments.number(name, size, 0.001, LARGEST_GB, " GB (2^30 bytes)")
+    if strategy is not None:
+        flags["strategy"] = strategy
+    _check_flags(flags)
+    if not isinstance(model, Settings):
+        model = resolve_settings({"model": str(arguments.path("model", model))})
+    settings = change_settings(model, flags, world_size=gpus)
     work = _workload(settings, gpus)
     per_node, name = ranks_of_node(gpus, gpus_per_node), settings.parallelism.strategy
     if work.device.type == "cuda":
@@ -157,6 +212,24 @@ def plan(
     else:
         raise UserError('gpu_memory is of GPUs: with device="cpu" give host_memory.')
     return Plan.of(settings.model.model, work, predict(work, name), limits)
+
+
+def _check_flags(flags: JsonObject) -> None:
+    """Refuse what a plan calls by another name.
+
+    Raises:
+        UserError: the flags have such a name or value.
+    """
+    for name in NAMES_OF_GPUS:
+        if name in flags:
+            raise UserError(f"{name}: the number of ranks is called gpus.")
+    if flags.get("batch_size") == AUTO:
+        raise UserError(
+            "The plan is for one batch_size, and its `largest_batch` is the largest one that fits: "
+            "name a number instead of auto."
+        )
+    if not isinstance(flags.get("strategy", ""), str):
+        raise UserError('strategy is a name, such as "zero2": `STRATEGIES` has all.')
 
 
 def _workload(settings: Settings, gpus: int) -> Workload:

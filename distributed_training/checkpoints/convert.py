@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from distributed_training import arguments
 from distributed_training.checkpoints import foreign
 from distributed_training.checkpoints.format import BUFFERS, kinds_of, write_manifest
 from distributed_training.checkpoints.loading import PieceReader
 from distributed_training.checkpoints.saving import PieceWriter
 from distributed_training.checkpoints.verify import open_checkpoint
-from distributed_training.errors import UserError, explain
+from distributed_training.errors import UserError, look_up
 from distributed_training.files.atomic import finish_folder, start_folder
 from distributed_training.files.safetensors_writer import WeightFiles
 from distributed_training.files.user_files import shown
@@ -79,8 +80,9 @@ def convert_checkpoint(
         source: the folder of a checkpoint; or of a run, whose newest checkpoint is converted; or,
             to "checkpoint", that of a checkpoint of Hugging Face's Trainer, DeepSpeed or FSDP.
         target: the new folder.
-        to: "hf": the model for `from_pretrained`, or adapters for peft; "torch": model.pt and
-            optimizer.pt, see `write_torch`; "checkpoint": for --resume.
+        to: "hf": the model for `from_pretrained`, or adapters for peft; "torch": model.pt,
+            {name: weight}, and optimizer.pt, {"step": int, "exp_avg": {name: tensor},
+            "exp_avg_sq": {name: tensor}}, in fp32; "checkpoint": for --resume.
         dtype: of the weights of "hf": "fp32", "bf16" or "fp16".
         max_shard_size: largest size of a file of the weights of "hf", such as "500MB".
         trust_checkpoint: load a checkpoint of DeepSpeed or FSDP, although that executes the code
@@ -91,10 +93,11 @@ def convert_checkpoint(
         UserError: the source is missing, damaged or not supported, the target exists, or an
             argument is unknown. Nothing remains of the target.
     """
-    if to not in FORMATS or dtype not in DTYPES:
-        known = f"to is one of {', '.join(FORMATS)}, and dtype of {', '.join(DTYPES)}"
-        raise UserError(f"to {shown(to)} with dtype {shown(dtype)} is not a format: {known}.")
-    if not (source := Path(source)).is_dir():
+    for name, value, known in (("to", to, FORMATS), ("dtype", dtype, DTYPES)):
+        if value not in known:
+            raise UserError(f"{name}={shown(repr(value))} is not one of {', '.join(known)}.")
+    source, target = arguments.path("source", source), arguments.path("target", target)
+    if not source.is_dir():
         raise UserError(f"{source}: no such folder.")
 
     def write(folder: Path) -> None:
@@ -107,9 +110,11 @@ def convert_checkpoint(
             write_torch(OwnCheckpoint(source), folder)
 
     try:
-        return write_folder(Path(target), write)
+        return write_folder(target, write)
     except Exception as error:
-        raise explain(error) from error
+        if known_error := look_up(error):  # a full disk, for example
+            raise known_error from error
+        raise
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> Path:

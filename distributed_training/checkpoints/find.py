@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed_training import console
+from distributed_training.about import command_of
 from distributed_training.checkpoints import other_runs, signature
 from distributed_training.checkpoints.format import candidates_in, list_checkpoints
 from distributed_training.checkpoints.verify import verify
@@ -85,6 +86,6 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> FoundCheckpoint | No
     if wanted:
         raise UserError(
             f"--resume: no checkpoint in {wanted}. To convert one of Trainer, DeepSpeed or FSDP: "
-            f"python scripts/convert_checkpoint.py {wanted} --to checkpoint NEW_FOLDER"
+            f"{command_of('scripts/convert_checkpoint.py')} {wanted} --to checkpoint NEW_FOLDER"
         )
     return None

@@ -5,7 +5,7 @@ Nothing heavy is imported here, so that --help and argument errors appear at onc
 
 import argparse
 
-from distributed_training.about import VERSION
+from distributed_training.about import VERSION, name_of
 from distributed_training.cli.parser import Parser
 from distributed_training.settings import flag_types
 from distributed_training.settings.command import CommandSettings
@@ -121,7 +121,7 @@ def add_flag(group: argparse._ActionsContainer, name: str) -> None:
 def build_parser() -> Parser:
     """Build the parser of all flags. The parsed options are those that were given."""
     parser = Parser(
-        prog="real_model_example.py",
+        prog=name_of("real_model_example.py"),
         usage="%(prog)s [flags]",
         description="Fine-tune a causal language model under one of seven strategies.",
         epilog=EXIT_CODES,

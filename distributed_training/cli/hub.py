@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from distributed_training.cli.checks import is_local_model, names_on_hub, scratch_without_hub
@@ -92,21 +93,30 @@ def endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
-def download_config(model: str) -> str:
+def download_config(model: str, known: Iterable[str]) -> str:
     """Return the path of the config.json of a model on the hub, or of its copy in the cache.
 
+    Args:
+        known: names of models that need no file, for messages.
     Raises:
         UserError: there is no such model, the user has no access, or the hub does not answer.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    offline = is_local_model(model) or is_set_offline() or not answers(endpoint())
-    unreachable = ", which cannot be reached, or in its cache" if offline else ""
+    problem, names = f"--model {model}: no such file or folder", f"Known names: {', '.join(known)}."
+    if is_local_model(model):
+        raise UserError(f"{problem}. {names}")
+    hub = f"the hub ({redact(endpoint())})"
     with refused_as(
-        f"--model {model}: no such file or folder, and no config.json on the hub "
-        f"{redact(endpoint())}{unreachable} (--help has some names; a gated model needs HF_TOKEN)"
+        f"{problem}, and no config.json on {hub} (a gated model needs HF_TOKEN). {names} The hub's "
+        "answer"
     ):
-        return hf_hub_download(model, "config.json", local_files_only=offline)
+        if not is_set_offline() and answers(endpoint()):
+            return hf_hub_download(model, "config.json")
+        if isinstance(cached := try_to_load_from_cache(model, "config.json"), str):
+            return cached
+    reason = "HF_HUB_OFFLINE is set" if is_set_offline() else f"{hub} cannot be reached"
+    raise UserError(f"{problem}, {reason}, and its cache does not have the model. {names}")
 
 
 def is_set_offline() -> bool:

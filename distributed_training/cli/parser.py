@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
+from distributed_training.about import command_of, name_of
 from distributed_training.errors import UserError
 from distributed_training.files.user_files import did_you_mean, shown
+
+# Ends the message about a flag, on a command line.
+HINT = " (--help lists every flag)"
 
 
 class Options(argparse.Namespace):
@@ -24,13 +30,21 @@ class Parser(argparse.ArgumentParser):
     @classmethod
     def of_script(cls, doc: str) -> Parser:
         """Return the parser of a script; its --help shows the docstring of the script."""
+        program = f"scripts/{Path(sys.argv[0]).name}"
+        doc = doc.replace(f"python {program}", command_of(program))
         about, _, details = doc.partition("\n\n")
         raw = argparse.RawDescriptionHelpFormatter
-        return cls(description=about, epilog=details, allow_abbrev=False, formatter_class=raw)
+        return cls(
+            prog=name_of(program),
+            description=about,
+            epilog=details,
+            allow_abbrev=False,
+            formatter_class=raw,
+        )
 
     def error(self, message: str):
         """Raise a UserError."""
-        raise UserError(f"{shown(message, 400)} (--help lists every flag)")
+        raise UserError(f"{shown(message, 400)}{HINT}")
 
     def parse_args(self, args=None, namespace=None) -> Options:  # type: ignore[override]
         """Parse as argparse does, into `Options`.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from distributed_training.cli.flags import build_parser
 from distributed_training.cli.given import read_flags
 from distributed_training.cli.parse import complete
+from distributed_training.cli.parser import HINT
 from distributed_training.cli.run_file import as_arguments
 from distributed_training.errors import UserError
 from distributed_training.files.user_files import shown
@@ -54,11 +55,13 @@ def _read_given(flags: Flags) -> AsGiven:
     Raises:
         UserError: a flag is unknown or has an invalid value, or it would end this program.
     """
-    if isinstance(flags, str):
-        raise UserError(f"The flags are one text, {shown(flags)}: use a list of arguments.")
+    if isinstance(flags, str) or not isinstance(flags, Mapping | Sequence):
+        raise UserError(
+            f"The flags are {shown(repr(flags))}: use a dictionary, or a list of arguments."
+        )
     if isinstance(flags, Mapping):
         values = {
-            str(name): list(value) if isinstance(value, tuple) else value
+            str(name).removeprefix("--"): list(value) if isinstance(value, tuple) else value
             for name, value in flags.items()
         }
         file = values.pop("config", None)  # the other flags override it, as on a command line
@@ -69,4 +72,8 @@ def _read_given(flags: Flags) -> AsGiven:
     for argument in arguments:
         if re.fullmatch("-h+|--help|--version", argument):
             raise UserError(f"{argument} prints a text and ends the program: leave it out.")
-    return AsGiven(*read_flags(arguments))
+    try:
+        return AsGiven(*read_flags(arguments))
+    except UserError as error:
+        error.args = (str(error).removesuffix(HINT),)  # a program has no --help
+        raise

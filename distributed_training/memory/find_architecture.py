@@ -33,7 +33,8 @@ def find_architecture(model: str) -> Architecture:
     if not Path(file).exists():
         if Path(model).is_dir():
             raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
-        file = download_config(model)
+        shorts = (short for short, _ in KNOWN_MODELS.values())
+        file = download_config(model, [*CONFIGS, *shorts])
     architecture = read_architecture(read_user_json("--model", file), file)
     if not architecture.embedding.tied:
         return architecture

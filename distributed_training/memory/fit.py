@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from distributed_training.about import command_of
 from distributed_training.errors import UserError
 from distributed_training.gpu_generations import HOPPER, TURING
 from distributed_training.memory.estimate import MemoryEstimate, predict, supporting
@@ -275,5 +276,6 @@ def describe_remedies(work: Workload, strategy: str, limits: Limits) -> list[str
         lines[0] += ". It would fit with one of:"
         lines += [f"  {flags}: {n.total / GB:.1f}{capacity} GB" for flags, n in fitting.items()]
     else:
-        lines[0] += ". No single change makes it fit: see scripts/plan_memory.py --solve gpus."
+        planner = command_of("scripts/plan_memory.py")
+        lines[0] += f". No single change makes it fit: see {planner} --solve gpus."
     return lines

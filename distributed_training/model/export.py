@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from distributed_training import console
+from distributed_training.about import command_of
 from distributed_training.data.facts import bits_per_byte
 from distributed_training.errors import FirstError, TrainingError, redact
 from distributed_training.files import atomic
@@ -83,9 +84,10 @@ def export_model(
     failed, folder = _write_folder(trained, target, text, merges, dtype)
     if failed:
         if checkpoint := trained.keep_weights():
+            convert = command_of("scripts/convert_checkpoint.py")
             advice = (
-                f"The trained weights are in {checkpoint}: `python scripts/convert_checkpoint.py "
-                f"{checkpoint} --to hf FOLDER` exports them; so does the same run with --resume."
+                f"The trained weights are in {checkpoint}: `{convert} {checkpoint} --to hf FOLDER` "
+                "exports them; so does the same run with --resume."
             )
         else:  # often because the same disk is full
             elsewhere = Path(gettempdir()) / f"distributed_training_export_{int(time.time())}"

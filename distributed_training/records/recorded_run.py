@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distributed_training import arguments
 from distributed_training.checkpoints.recognize import newest_of_trainer
 from distributed_training.errors import UserError
 from distributed_training.files import atomic
@@ -29,22 +30,35 @@ ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2,
 
 @dataclass
 class RecordedRun:
-    """What a run recorded, and how it ended."""
+    """What a run recorded, and how it ended.
 
-    place: Path  # the output folder, or the file of Trainer
-    records: list[dict] = field(repr=False)  # of metrics.jsonl, or Trainer's log_history
-    results: dict = field(default_factory=dict, repr=False)  # results.json; {} for Trainer
-    seconds: int | None = None  # of the whole process, if compare_strategies.sh started it
-    # completed, skipped, oom, timeout, failed, interrupted, not run, or as in results.json
+    Attributes:
+        place: the output folder; or of Hugging Face's Trainer the file with the records.
+        records: of metrics.jsonl in their order, or Trainer's log_history. See `steps`,
+            `evaluations` and `curve`.
+        results: the keys of results.json; {} for Trainer.
+        seconds: of the whole process, if compare_strategies.sh started it; else None.
+        status: "completed", "running", "preempted", "oom", "failed", "skipped", "timeout",
+            "interrupted" or "not run".
+        reason: why the run did not complete, or "".
+        numbers: of a completed run, such as "samples_per_second" and "memory_bytes" (see
+            docs/COMPARISON.md of the project); {} if they were not measured.
+        repeats: of a strategy all repeats, this one included.
+        name: in a comparison: "A", "B", ..., or the strategy.
+        unreadable: numbers of the lines of metrics.jsonl that are damaged.
+        agreement: with the reference of a comparison, which sets it.
+    """
+
+    place: Path
+    records: list[dict] = field(repr=False)
+    results: dict = field(default_factory=dict, repr=False)
+    seconds: int | None = None
     status: str = "completed"
-    reason: str = ""  # why the run did not complete
-    # See `numbers_of`; {} if not measured.
+    reason: str = ""
     numbers: JsonObject = field(default_factory=dict, repr=False)
-    # This one too; see `read_strategy`.
     repeats: list[RecordedRun] = field(default_factory=list, repr=False)
-    name: str = ""  # in the report
-    unreadable: list[int] = field(default_factory=list)  # numbers of lines of metrics.jsonl
-    # With the reference; `Comparison` fills it in.
+    name: str = ""
+    unreadable: list[int] = field(default_factory=list)
     agreement: Agreement = field(default_factory=Agreement, repr=False)
 
     @property
@@ -67,12 +81,17 @@ class RecordedRun:
 
     @property
     def of_trainer(self) -> bool:
+        """Whether Hugging Face's Trainer recorded the run."""
         return self.place.is_file()
 
     def curve(self, key: str) -> Curve:
-        """Return the values of "loss", "grad_norm" or "eval_loss"; a loss of null is NaN.
+        """Return the values of a key of the records, such as "loss", "grad_norm" or "eval_loss".
 
         Norms that are missing, or not finite because fp16 overflowed, are left out.
+
+        Returns:
+            The values by (first step, last step) of which each is the mean: of this project's runs
+            both are the same step. A value of null is NaN. Empty if no record has the key.
         """
         found, first = {}, 1
         for record in self.records:
@@ -113,12 +132,14 @@ def read_run(folder: str | Path) -> RecordedRun:
     Raises:
         UserError: there is no run, or a value in results.json has another type.
     """
-    path = Path(folder)
+    path = arguments.path("folder", folder)
     if any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
         return read_folder(path)
     file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"
     if not isinstance(history := _read_json(file).get("log_history"), list):
         known = "an output folder with results.json and metrics.jsonl, or a trainer_state.json"
+        runs = [shown(file.parent) for file in sorted(path.glob("*/results.json"))[:5]]
+        known = f"one of the runs in it ({', '.join(runs)})" if runs else known
         raise UserError(f"{shown(path)} is no run: name {known}.")
     return RecordedRun(file, history)
 

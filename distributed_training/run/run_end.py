@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distributed_training import console, units
+from distributed_training.about import command_of
 from distributed_training.checkpoints.manager import CheckpointManager
 from distributed_training.files.json_types import JsonObject
 from distributed_training.model.spec import ModelSpec
@@ -90,7 +91,7 @@ class RunEnd:
         run.log.close()
         console.print0(f"📁 {self.folder.path / RESULTS}")
         if not self.ctx.simulated:
-            page = f"python scripts/report.py {shlex.quote(str(self.folder.path))}"
+            page = f"{command_of('scripts/report.py')} {shlex.quote(str(self.folder.path))}"
             console.print0(f"📊 A page with its curves: {page}")
 
     def repeat(self, manager: CheckpointManager, step: int, casting: torch.autocast) -> None:

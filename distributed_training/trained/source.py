@@ -6,11 +6,11 @@ Imports nothing heavy, so that wrong names are reported at once.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distributed_training.about import command_of
 from distributed_training.checkpoints.format import list_checkpoints
 from distributed_training.cli import hub
 from distributed_training.cli.check_run import MODEL_FILES
@@ -21,7 +21,7 @@ from distributed_training.files.user_files import check_readable, read_user_json
 from distributed_training.known_models import EMBEDDED_MODEL
 from distributed_training.records.recorded_run import read_folder
 
-ADAPTERS = "adapter_config.json"
+ADAPTERS, CONVERT = "adapter_config.json", "scripts/convert_checkpoint.py"
 KINDS = {"chat": True, "pair": False, "text": False}  # of rows: whether they are conversations
 RANDOM_BASE = (
     "{}: the adapters belong to random weights, which were not exported: train with --merge_lora, "
@@ -89,8 +89,8 @@ def _why_not_exported(path: Path, flags: JsonObject, status: str | None) -> str:
     if list_checkpoints(path / "checkpoints"):
         run = shlex.quote(str(path))
         advice = (
-            f"`python scripts/convert_checkpoint.py {run} --to hf FOLDER` exports its newest "
-            "checkpoint; then name FOLDER."
+            f"`{command_of(CONVERT)} {run} --to hf FOLDER` exports its newest checkpoint; then "
+            "name FOLDER."
         )
     return f"{path} has no exported model ({reason}): {advice}"
 
@@ -103,8 +103,8 @@ def _in_folder(folder: Path, name: str) -> Source:
     if (folder / "manifest.json").is_file():
         place = shlex.quote(str(folder))
         raise UserError(
-            f"{name} is a checkpoint: `python scripts/convert_checkpoint.py {place} --to hf "
-            "FOLDER` exports its model; then name FOLDER."
+            f"{name} is a checkpoint: `{command_of(CONVERT)} {place} --to hf FOLDER` exports its "
+            "model; then name FOLDER."
         )
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -151,8 +151,6 @@ def _on_hub(name: str) -> Path:
     offline, reason = hub.is_set_offline(), "HF_HUB_OFFLINE is set"
     if not offline and not hub.answers(hub.endpoint()):
         offline, reason = True, f"the hub ({redact(hub.endpoint())}) cannot be reached"
-    if offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # before its client is imported
     from distributed_training.model.download import download  # imports the client of the hub
 
     try:

@@ -14,15 +14,25 @@ from distributed_training.workload.workload import Workload
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a run, without its start, evaluations, checkpoints and export."""
+    """The cost of a run, without its start, evaluations, checkpoints and export.
 
-    tokens: int  # that are trained on, over all GPUs and epochs
-    steps: int  # optimizer steps
+    Attributes:
+        tokens: trained on, over all GPUs and epochs.
+        steps: optimizer steps.
+        tokens_per_second_per_gpu: the rate.
+        hours: of the training.
+        gpu_hours: hours × GPUs.
+        price: GPU-hours × price of a GPU-hour, in its currency; None without a price.
+        basis: what the rate follows from, such as "assumed: MFU 40 % of the 312 TFLOP/s in bf16".
+    """
+
+    tokens: int
+    steps: int
     tokens_per_second_per_gpu: float
-    hours: float  # of the training
-    gpu_hours: float  # hours × GPUs
-    price: float | None  # GPU-hours × price of a GPU-hour; None without one
-    basis: str  # from what the rate follows
+    hours: float
+    gpu_hours: float
+    price: float | None
+    basis: str
 
     def as_dict(self) -> JsonObject:
         """Return the attributes by name, as a row of a table."""

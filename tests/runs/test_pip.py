@@ -77,8 +77,14 @@ def test_commands_run_the_programs(commands, tmp_path):
 def test_an_empty_folder_is_enough(commands, tmp_path):
     """The project's files are found next to the package, and not in the current folder."""
     run = ["--max_steps", "2", "--num_samples", "8", "--seq_length", "32", "--precision", "fp32"]
+    installed = commands.parent.parent.name.startswith(("wheel", "sdist"))
     for name in ("one", "two"):
-        output_of([commands / "distributed-training", *run, "--output_dir", name], tmp_path)
+        train = [commands / "distributed-training", *run, "--output_dir", name]
+        out = output_of(train, tmp_path)
+        assert ("curves: report-run" in out) == installed  # what exists here
+    usage = output_of([commands / "compare-runs", "--help"], tmp_path)
+    assert f"usage: {'compare-runs' if installed else 'compare_runs.py'} " in usage
+    assert ("python scripts/compare_runs.py" in usage) != installed
     assert "agree" in output_of([commands / "compare-runs", "one", "two"], tmp_path)
     output_of([commands / "report-run", "one"], tmp_path)
     assert (tmp_path / "one" / "report.html").is_file()

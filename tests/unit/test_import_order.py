@@ -27,7 +27,7 @@ ORDER = [
     ["cli", "other_optimizers"],
     ["settings"],
     ["strategies"],
-    ["programs", "workload"],
+    ["arguments", "programs", "workload"],
     ["files", "process", "train_state"],
     [
         *("console", "entry_points", "errors", "gpu_generations", "hooks", "known_models"),

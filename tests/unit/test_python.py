@@ -99,7 +99,7 @@ def test_values_override_a_run_file(tmp_path):
 @pytest.mark.parametrize(
     "given, says",
     [
-        ({"bach_size": 8}, "did you mean --batch_size"),
+        ({"bach_size": 8}, r"did you mean --batch_size\?$"),
         ({"batch_size": 0}, "0 is not"),
         ({"batch_size": 8, "micro_batch_size": 4}, "same flag"),
         ({"generate": [{}]}, "nested"),
@@ -109,7 +109,8 @@ def test_values_override_a_run_file(tmp_path):
         (["-hh"], "ends the program"),
         (["--version"], "ends the program"),
         (["--config", "missing.yaml"], "missing.yaml"),
-        ("--strategy zero2", "use a list"),
+        ("--strategy zero2", "or a list"),
+        (None, "use a dictionary"),
     ],
 )
 def test_wrong_flags_raise_an_error_and_do_not_exit(given, says, capsys):
@@ -136,8 +137,18 @@ def test_settings_decide_the_strategy_unless_one_is_given():
     [
         ({"strategy": "zero4"}, "zero4"),
         ({"strategy": "auto"}, "name a value"),
-        ({"gpus": 0}, "above 0"),
-        ({"gpu_memory": -1}, "above 0"),
+        ({"strategy": STRATEGIES["dp"]}, "is a name"),
+        ({"gpus": 0}, "gpus=0 is not a whole number"),
+        ({"gpus": 2.5}, "gpus=2.5 is not a whole number"),
+        ({"gpus": "4"}, "gpus='4' is not a whole number"),
+        ({"num_gpus": 4}, "called gpus"),
+        ({"batch_size": "auto"}, "largest_batch"),
+        ({"gpu_memory": -1}, "gpu_memory=-1 is not a number"),
+        ({"gpu_memory": "16GB"}, r"gpu_memory='16GB' is not a number.* GB"),
+        ({"gpu_memory": 16e9}, r"is not a number from 0.001 to 100000 GB \(2\^30 bytes\)"),
+        ({"gpu_memory": float("nan")}, "gpu_memory=nan is not a number"),
+        ({"host_memory": True}, "host_memory=True is not a number"),
+        ({"gpus": 4, "gpus_per_node": 0}, "gpus_per_node=0"),
         ({"gpus": 12, "gpus_per_node": 8}, "multiple"),
         ({"batch": 8}, "unknown argument --batch"),
         ({"strategy": "zero2", "optim": "muon"}, "muon"),
@@ -164,7 +175,16 @@ def test_the_cost_of_a_plan():
     assert assumed.tokens == 10 * 32 * 512 and assumed.price is None
     half = planned.cost(max_steps=10, device="A100", mfu=0.2)
     assert half.hours == pytest.approx(2 * assumed.hours) and half.as_dict()["steps"] == 10
+    assert planned.cost(tokens=1e6, tokens_per_second=8, price=0).price == 0
     for wrong in (
+        {},
+        {"tokens": -1, "tokens_per_second": 1},
+        {"tokens": "1e6", "tokens_per_second": 1},
+        {"tokens": 1, "tokens_per_second": 0},
+        {"tokens": 1, "tokens_per_second": 1, "price": "2"},
+        {"max_steps": 2.5, "tokens_per_second": 1},
+        {"tokens": 1, "device": "A100", "mfu": 40},
+        {"tokens": 1, "device": 100},
         {"tokens": 1},
         {"device": "A100"},
         {"tokens": 1, "max_steps": 1, "device": "A100"},
@@ -208,6 +228,11 @@ def test_a_run_has_results_steps_and_evaluations(write_run, tmp_path):
     assert len(repr(run)) < 300 and "by hand" in repr(run)
     with pytest.raises(UserError, match="is no run"):
         read_run(tmp_path / "missing")
+    with pytest.raises(UserError, match=r"one of the runs in it \(.*run\)"):
+        read_run(tmp_path)
+    with pytest.raises(UserError, match="folder=None is not a path"):
+        read_run(None)
+    assert run.curve("eval_loss") == {(1, 1): 7.5}
 
 
 def test_runs_are_compared_by_their_folders(write_run):
@@ -220,11 +245,40 @@ def test_runs_are_compared_by_their_folders(write_run):
     assert isinstance(found, Comparison) and not found.same_model
     assert [run.name for run in found.departing] == ["C"]
     assert found.runs[2].agreement.first.last == 3
-    assert "step 3" in repr(found) and "same model: False" in repr(found)
+    assert "step 3" in repr(found) and "equal losses: False" in repr(found)
     assert not recorded.name and not recorded.agreement.points  # as it was read
     assert compare_runs(a, c, tolerance=0.1).same_model
-    with pytest.raises(UserError, match="two or more"):
-        compare_runs(a)
+    for wrong, says in (
+        ([a], "two or more"),
+        ([[a, b]], "separate arguments"),
+        ([a, None], "not a path"),
+    ):
+        with pytest.raises(UserError, match=says):
+            compare_runs(*wrong)
+    for tolerance in (-1, "x"):
+        with pytest.raises(UserError, match="tolerance="):
+            compare_runs(a, b, tolerance=tolerance)
+
+
+def test_equal_losses_do_not_hide_other_settings(write_run):
+    """The learning rate was too low for the other decay of weights to show."""
+    a, b = (
+        write_run(
+            name,
+            [8.0, 7.0, 6.0],
+            flags={"weight_decay": decay},
+            run_signature={"hard": {"seed": 1}},
+        )
+        for name, decay in (("a", 0.01), ("b", 0.5))
+    )
+    found = compare_runs(a, b)
+    assert found.same_model and not found.runs[1].agreement.causes
+    (difference,) = found.runs[1].agreement.differences
+    assert (difference.name, difference.a, difference.b) == ("weight_decay", 0.01, 0.5)
+    assert repr(found).splitlines()[-2:] == [
+        "B differs in weight_decay (0.01 and 0.5)",
+        "equal losses: True",
+    ]
 
 
 # ---------------------------------------------------------------------- checkpoints, trained models
@@ -234,7 +288,7 @@ def test_what_cannot_be_converted_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
     for source, target, to, says in (
         ("missing", "new", "hf", "no such folder"),
-        ("empty", "new", "gguf", "hf, torch, checkpoint"),
+        ("empty", "new", "gguf", "to='gguf' is not one of hf, torch, checkpoint"),
         ("empty", "empty", "torch", "exists"),
         ("empty", "new", "torch", "no checkpoint"),
     ):
@@ -259,3 +313,36 @@ def test_a_model_in_a_folder_is_opened_for_generation(llama):
     assert new.shape[1] <= ids.shape[1] + 3 and model.generation_config.pad_token_id is not None
     with pytest.raises(UserError, match="no such folder"):
         open_model("./missing")
+    with pytest.raises(UserError, match="not a path"):
+        open_model(None)
+
+
+def test_a_name_that_is_not_found_changes_nothing_for_the_next_call(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    before = dict(os.environ)
+    for call in (lambda: open_model("nobody/nothing"), lambda: plan("nobody/nothing")):
+        with pytest.raises(UserError, match=r"127\.0\.0\.1:9\) cannot be reached") as refused:
+            call()
+        assert "local_files_only" not in str(refused.value)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("a fault"), OSError(28, "No space left on device")]
+)
+def test_an_unexpected_exception_stays_itself(llama, tmp_path, monkeypatch, error):
+    from distributed_training.checkpoints import convert
+    from distributed_training.trained import load
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(load, "load", fail)
+    monkeypatch.setattr(convert, "OwnCheckpoint", fail)
+    expected = UserError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected):
+        open_model(llama)
+    with pytest.raises(expected):
+        convert_checkpoint(tmp_path, tmp_path / "new", to="hf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypedDict
 
+from distributed_training.about import command_of
 from distributed_training.cli.choice import named
 from distributed_training.cli.parse import complete
 from distributed_training.errors import UserError
@@ -96,7 +97,7 @@ def nothing_fits(found: list[Candidate], limits: Limits) -> str:
     """Return why no candidate fits, and what may help; the numbers are those of this rank."""
     advice = (
         "Use --gradient_checkpointing, a shorter --seq_length, or more GPUs "
-        "(scripts/plan_memory.py --solve gpus)."
+        f"({command_of('scripts/plan_memory.py')} --solve gpus)."
     )
     least: MemoryEstimate = min((each.estimate() for each in found), key=lambda need: need.total)
     limit = limits.gpu or 0

@@ -12,7 +12,7 @@ needed: pass it to real_model_example.py as --model DIR.
 """
 
 from distributed_training.cli.parser import Parser
-from distributed_training.errors import UserError, explain
+from distributed_training.errors import UserError, look_up
 from distributed_training.settings import flag_types
 
 
@@ -37,7 +37,9 @@ def main() -> None:
     try:
         run(args)
     except Exception as error:
-        raise explain(error) from None
+        if known := look_up(error):  # a full disk, for example
+            raise known from error
+        raise
 
 
 def run(args) -> None:
