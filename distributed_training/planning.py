@@ -194,9 +194,6 @@ def plan(
     gpus = arguments.whole("gpus", gpus, 1, MOST_RANKS)
     if gpus_per_node is not None:
         gpus_per_node = arguments.whole("gpus_per_node", gpus_per_node, 1, MOST_RANKS)
-    for name, size in (("gpu_memory", gpu_memory), ("host_memory", host_memory)):
-        if size is not None:
-            arguments.number(name, size, 0.001, LARGEST_GB, " GB (2^30 bytes)")
     if strategy is not None:
         flags["strategy"] = strategy
     _check_flags(flags)
@@ -204,14 +201,9 @@ def plan(
         model = resolve_settings({"model": str(arguments.path("model", model))})
     settings = change_settings(model, flags, world_size=gpus)
     work = _workload(settings, gpus)
-    per_node, name = ranks_of_node(gpus, gpus_per_node), settings.parallelism.strategy
-    if work.device.type == "cuda":
-        limits = Limits.in_gb(gpu_memory, host_memory, None, per_node)
-    elif gpu_memory is None:
-        limits = Limits.of_cpu(host_memory, None, per_node)
-    else:
-        raise UserError('gpu_memory is of GPUs: with device="cpu" give host_memory.')
-    return Plan.of(settings.model.model, work, predict(work, name), limits)
+    limits = _limits(work.device, gpu_memory, host_memory, ranks_of_node(gpus, gpus_per_node))
+    need = predict(work, settings.parallelism.strategy)
+    return Plan.of(settings.model.model, work, need, limits)
 
 
 def _check_flags(flags: JsonObject) -> None:
@@ -230,6 +222,24 @@ def _check_flags(flags: JsonObject) -> None:
         )
     if not isinstance(flags.get("strategy", ""), str):
         raise UserError('strategy is a name, such as "zero2": `STRATEGIES` has all.')
+
+
+def _limits(
+    device: Device, gpu_memory: float | None, host_memory: float | None, ranks_per_node: int
+) -> Limits:
+    """Return the available memory; the sizes are those of `plan`.
+
+    Raises:
+        UserError: a size is not a number of GB, or it is that of another device.
+    """
+    for name, size in (("gpu_memory", gpu_memory), ("host_memory", host_memory)):
+        if size is not None:
+            arguments.number(name, size, 0.001, LARGEST_GB, " GB (2^30 bytes)")
+    if device.type == "cuda":
+        return Limits.in_gb(gpu_memory, host_memory, None, ranks_per_node)
+    if gpu_memory is not None:
+        raise UserError('gpu_memory is of GPUs: with device="cpu" give host_memory.')
+    return Limits.of_cpu(host_memory, None, ranks_per_node)
 
 
 def _workload(settings: Settings, gpus: int) -> Workload:

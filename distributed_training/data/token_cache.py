@@ -87,16 +87,6 @@ def tokenize_once(
     Raises:
         UserError: the cache or the text cannot be read, or there are too many bad rows.
     """
-    template = json.dumps(tokenizer.chat_template)
-    texts = [
-        str(CACHE_VERSION),
-        source.fingerprint,
-        special_tokens.tokenizer_fingerprint(tokenizer),
-        template,
-    ]
-    # The fingerprint of a tokenizer that is not a fast one does not have what it adds to a text.
-    texts.append(repr(special_tokens.start_of(tokenizer)))
-    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
     def write(folder: Path) -> dict:
         from distributed_training.data.tokenize import write_split  # not if the cache has it
@@ -113,7 +103,7 @@ def tokenize_once(
         }
         return {"bad_rows": bad, "splits": splits}
 
-    folder, facts = cache.get(key, write)
+    folder, facts = cache.get(_key_of(source, tokenizer), write)
     # The run that wrote the cache may have had a larger --max_bad_rows.
     check_bad_rows(facts["bad_rows"], max_bad_rows)
     return {
@@ -122,6 +112,19 @@ def tokenize_once(
         "bad_rows": facts["bad_rows"],
         "splits": facts["splits"],
     }
+
+
+def _key_of(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the key of a corpus in the cache: a digest of what determines its tokens."""
+    texts = [
+        str(CACHE_VERSION),
+        source.fingerprint,
+        special_tokens.tokenizer_fingerprint(tokenizer),
+        json.dumps(tokenizer.chat_template),
+        # The fingerprint of a slow tokenizer does not have the tokens that it adds to a text.
+        repr(special_tokens.start_of(tokenizer)),
+    ]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
 
 def check_bad_rows(bad: Sequence[str], allowed: int) -> None:
