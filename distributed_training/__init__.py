@@ -30,7 +30,7 @@ optimizers   the optimizers of --optim, and what they need
 other_optimizers  creates those other than AdamW
 known_models the embedded model and GPT-2, whose shape is known without a file
 loss_chunks  how the loss is computed, in chunks of the logits
-gpu_generations  compute capabilities, and what attention kernels can do
+hardware  compute capabilities, and what attention kernels can do
 patches      patches of torch, transformers and bitsandbytes
 console      lines and progress bars
 text_tables  tables of text

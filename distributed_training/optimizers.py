@@ -22,7 +22,6 @@ class Optimizer:
     state_bytes: float
     family: str  # optimizers of one family can resume each other's checkpoints
     package: str | None = None  # the Python package that it needs, besides the required ones
-    torch: str | None = None  # the oldest release of torch that has it, if not every supported one
     lr: float | None = None  # default learning rate; None: the default of --lr
 
 
@@ -39,7 +38,7 @@ OPTIMIZERS = {
         Optimizer("adafactor", 0, "adafactor"),
         # One fp32 average of the gradients for the matrices of the blocks, AdamW's two moments for
         # other parameters (Liu et al., arXiv 2502.16982). AdamW's rate, see strategies/muon.py.
-        Optimizer("muon", 4, "muon", torch="2.9"),
+        Optimizer("muon", 4, "muon"),
         # Without momentum.
         Optimizer("sgd", 0, "sgd", lr=0.1),
     )

@@ -45,27 +45,9 @@ def check_run(settings: Settings, is_restart: bool) -> None:
         f"--optim {settings.training.optim}": OPTIMIZERS[settings.training.optim].package,
         "--load_in_4bit": "bitsandbytes" if settings.model.load_in_4bit else None,
     }
-    check_torch(settings.training.optim)
     for flag, package in packages.items():
         if package and importlib.util.find_spec(package) is None:
             raise MissingRequirement(f"{flag} needs {package}: pip install {package}.")
-
-
-def check_torch(optim: str) -> None:
-    """Check that the installed torch has the optimizer of --optim, without importing it."""
-    if (oldest := OPTIMIZERS[optim].torch) is None:
-        return
-    # Most runs, and --help, do without these imports.
-    from importlib.metadata import version
-
-    from packaging.version import Version
-
-    installed = version("torch")
-    if Version(installed) < Version(oldest):
-        raise MissingRequirement(
-            f"--optim {optim} needs torch {oldest} or newer, and this is {installed}: "
-            "pip install --upgrade torch, or use another --optim."
-        )
 
 
 def check_model_path(model_settings: ModelSettings) -> None:

@@ -12,7 +12,7 @@ PyTorch and DeepSpeed 0.19 use.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from distributed_training.gpu_generations import HOPPER
+from distributed_training.hardware import HOPPER
 from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.strategies.table import STRATEGIES
 from distributed_training.units import GB, KB, MB

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from distributed_training.about import command_of
 from distributed_training.errors import UserError
-from distributed_training.gpu_generations import HOPPER, TURING
+from distributed_training.hardware import HOPPER, TURING
 from distributed_training.memory.estimate import MemoryEstimate, predict, supporting
 from distributed_training.settings.settings import Settings
 from distributed_training.strategies.strategy import Strategy

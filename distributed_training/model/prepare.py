@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed_training import patches
-from distributed_training.gpu_generations import shares_keys
+from distributed_training.hardware import shares_keys
 from distributed_training.model.loss import computes_loss
 from distributed_training.model.spec import ModelSpec
 from distributed_training.ranks.context import DistContext

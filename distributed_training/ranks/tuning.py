@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed_training.errors import UserError
-from distributed_training.gpu_generations import AMPERE
+from distributed_training.hardware import computes_bf16
 from distributed_training.process import prefer_own_ninja
 from distributed_training.ranks import gpus
 from distributed_training.ranks.launch import Launch
@@ -178,7 +178,7 @@ def choose_precision(requested: str, device: torch.device) -> str:
     import torch
 
     if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability(device) >= AMPERE
+        has_bf16 = computes_bf16(device)
         if requested == "bf16" and not has_bf16:
             name = torch.cuda.get_device_name(device)
             raise UserError(
@@ -188,19 +188,4 @@ def choose_precision(requested: str, device: torch.device) -> str:
         return ("bf16" if has_bf16 else "fp16") if requested == "auto" else requested
     if requested == "fp16":
         raise UserError("--precision fp16 needs a GPU: on a CPU use bf16, or fp32.")
-    return ("bf16" if cpu_computes_bf16() else "fp32") if requested == "auto" else requested
-
-
-def cpu_computes_bf16() -> bool:
-    """Return whether this CPU has bf16 instructions; without them bf16 is emulated and slow."""
-    flags = cpu_fact("flags").split()
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def cpu_fact(name: str) -> str:
-    """Return an entry of /proc/cpuinfo, such as "model name"; "" if there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(name):
-                return line.partition(":")[2].strip()
-    return ""
+    return ("bf16" if computes_bf16(device) else "fp32") if requested == "auto" else requested

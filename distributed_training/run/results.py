@@ -15,7 +15,7 @@ import torch
 from distributed_training import process
 from distributed_training.cli.flags import shown_flags
 from distributed_training.errors import TrainingError, redact
-from distributed_training.gpu_generations import AMPERE
+from distributed_training.hardware import AMPERE, cpu_fact
 from distributed_training.memory import measure
 from distributed_training.model.spec import ModelSpec
 from distributed_training.optimizers import OPTIMIZERS
@@ -38,7 +38,7 @@ def hardware(device: torch.device) -> dict:
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "host": platform.node(),
-        "cpu": tuning.cpu_fact("model name") or platform.processor() or platform.machine(),
+        "cpu": cpu_fact("model name") or platform.processor() or platform.machine(),
         "cores": tuning.available_cores(),
         "ram_bytes": psutil.virtual_memory().total,
         "gpu": gpu.name if gpu else None,

@@ -1,9 +1,11 @@
 """--optim muon: Muon for the matrices of the transformer blocks, AdamW for all other parameters.
 
 Muon (Liu et al., arXiv 2502.16982) replaces the momentum of a matrix by the nearest matrix whose
-singular values are all equal, so that the weight moves equally far in each direction.
-torch.optim.Muon computes it by five Newton-Schulz iterations in bf16. They need the whole matrix:
-under FSDP each rank gathers the momentum, computes the whole update, and applies its own rows.
+singular values are all equal, so that the weight moves equally far in each direction. Five
+Newton-Schulz iterations compute it, with the coefficients of torch.optim.Muon and also in bf16, or
+in fp32 on a device that only emulates bf16: there bf16 is a hundred times slower. They need the
+whole matrix: under FSDP each rank gathers the momentum, computes the whole update, and applies its
+own rows.
 
 The update of a matrix of A × B is scaled by 0.2 · √max(A, B): the root mean square of its elements
 becomes 0.2, which is usual for AdamW, so that one --lr serves both optimizers. Neither this factor
@@ -12,16 +14,19 @@ nor the iterations change if a matrix is transposed, as in GPT-2's layers.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import nn
 
+from distributed_training.hardware import computes_bf16
 from distributed_training.strategies.optimizer_shards import MOMENTS, MOMENTUM
 from distributed_training.strategies.wrapped import is_dtensor, local_part
 
 DECAY = 0.95  # of the momentum, an average of the gradients
-SCALE = "match_rms_adamw"  # torch.optim.Muon's name of the factor 0.2 · √max(A, B)
+# Keller Jordan's iteration (https://kellerjordan.github.io/posts/muon), as in torch.optim.Muon:
+# x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x.
+COEFFICIENTS, ITERATIONS, SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -74,16 +79,32 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def update_of(momentum: torch.Tensor, lr: float) -> torch.Tensor:
-    """Return what torch.optim.Muon adds to a matrix, without weight decay.
+    """Return what Muon adds to a matrix, without weight decay, in fp32.
+
+    It is that of torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
 
     Args:
-        momentum: of the whole matrix, which is used as the gradient of a matrix of zeros.
+        momentum: of the whole matrix, shape (A, B).
     """
-    zeros = nn.Parameter(torch.zeros_like(momentum))
-    zeros.grad = momentum
-    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-    torch.optim.Muon([zeros], lr=lr, adjust_lr_fn=SCALE, **options).step()
-    return zeros.detach()
+    dtype = torch.bfloat16 if computes_bf16(momentum.device) else torch.float32
+    scale = 0.2 * math.sqrt(max(momentum.shape))
+    return orthogonal(momentum, dtype).to(momentum.dtype).mul_(-lr * scale)
+
+
+def orthogonal(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix with singular values near 1, by Newton-Schulz iterations in a dtype.
+
+    The products are computed on the smaller side: of (A, B) with A > B the transposed matrix.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if is_tall else matrix).to(dtype, copy=True)
+    x.div_(x.norm().clamp(min=SMALLEST_NORM))  # the largest singular value is at most 1
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
 
 
 def whole(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

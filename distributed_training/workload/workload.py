@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from distributed_training.errors import UserError
-from distributed_training.gpu_generations import HOPPER, shares_keys
+from distributed_training.hardware import AMPERE, HOPPER, cpu_computes_bf16, shares_keys
 from distributed_training.loss_chunks import fits_in_graph
 from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.workload.architectures import Architecture, Linear
@@ -98,6 +98,11 @@ class Device:
 
     type: str = "cuda"  # or "cpu", where the rules of autocast differ
     capability: tuple[int, int] = HOPPER  # compute capability of the GPU
+
+    @property
+    def computes_bf16(self) -> bool:
+        """Whether it has instructions for bf16; a CPU is that of this machine."""
+        return cpu_computes_bf16() if self.type == "cpu" else self.capability >= AMPERE
 
 
 @dataclass(frozen=True)
@@ -281,14 +286,18 @@ class Workload:
         """Return the temporary bytes while the optimizer updates its largest tensor.
 
         Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none. Muon needs for a
-        matrix of the blocks three in fp32 (its momentum, which FSDP gathers, the update, and an
-        average of one gradient), and in bf16 two for the iterations and two products.
+        matrix of the blocks its momentum in fp32, which FSDP gathers, and then in the dtype of the
+        iterations two matrices and two products of the smaller side; bf16 is converted to fp32.
 
         Args:
             elements: of the tensor; not used for Muon.
         """
         if self.optimizer == "muon":
-            return max(16 * a * b + 4 * min(a, b) ** 2 for a, b in self._trained_matrices)
+            item = 2 if self.device.computes_bf16 else 4
+            return max(
+                4 * a * b + max(2 * item * (a * b + min(a, b) ** 2), (item + 4) * a * b)
+                for a, b in self._trained_matrices
+            )
         if self.optimizer == "adafactor":
             return 8 * elements
         return 20 * elements if self.optimizer == "adamw_8bit" and self.device.type == "cpu" else 0

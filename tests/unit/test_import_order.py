@@ -30,7 +30,7 @@ ORDER = [
     ["arguments", "programs", "workload"],
     ["files", "process", "train_state"],
     [
-        *("console", "entry_points", "errors", "gpu_generations", "hooks", "known_models"),
+        *("console", "entry_points", "errors", "hardware", "hooks", "known_models"),
         *("loss_chunks", "optimizers", "patches", "rank_shares", "text_tables", "units"),
     ],
     ["about"],

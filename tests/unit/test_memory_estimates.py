@@ -9,6 +9,7 @@ from conftest import STRATEGIES
 
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
+from distributed_training.hardware import TURING
 from distributed_training.memory.estimate import predict, supporting
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.memory.fit import (
@@ -146,8 +147,12 @@ def test_muon_gathers_a_matrix_under_fsdp():
     matrices = 12 * 12 * 768**2
     assert adamw.optimizer - muon.optimizer == pytest.approx(4 * matrices / 4, rel=1e-4)
     assert muon.sent - adamw.sent == 4 * matrices * 3 // 4
-    largest = 16 * 4 * 768**2 + 4 * 768**2
-    assert muon.at("update") - muon.optimizer == adamw.at("update") - adamw.optimizer + largest
+    elements, side = 4 * 768**2, 768**2  # of the largest matrix, and of a product
+    assert muon.at("update") - muon.optimizer == (
+        adamw.at("update") - adamw.optimizer + 10 * elements
+    )
+    older = replace(work, optimizer="muon", device=Device("cuda", TURING))  # bf16 is emulated
+    assert older.update_temporaries(0) == 12 * elements + 8 * side
 
 
 def test_memory_by_category_is_that_of_the_largest_rank():

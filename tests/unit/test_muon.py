@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from distributed_training.checkpoints.loading import read_shards
 from distributed_training.checkpoints.saving import PieceWriter, write_shards
-from distributed_training.cli import check_run
 from distributed_training.cli.parse import parse_arguments
-from distributed_training.errors import MissingRequirement, UserError
+from distributed_training.errors import UserError
 from distributed_training.other_optimizers import separate_matrices
 from distributed_training.strategies import muon
 from distributed_training.strategies.table import STRATEGIES
@@ -84,6 +83,22 @@ def test_updates_are_those_of_torch():
 
 
 @needs_muon
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96)])
+def test_where_bf16_is_emulated_the_iterations_are_in_fp32(monkeypatch, shape):
+    """They are those of torch.optim.Muon in fp32. In bf16 one on AVX2 takes 300 times as long."""
+    torch.manual_seed(0)
+    theirs = torch.nn.Parameter(torch.zeros(shape))
+    theirs.grad = momentum = torch.randn(shape)
+    options = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.0, **options)
+    monkeypatch.setattr(muon, "computes_bf16", lambda device: False)
+    update = muon.update_of(momentum.clone(), 0.01)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's, in fp32
+    optimizer.step()
+    assert update.dtype == torch.float32
+    assert torch.allclose(update, theirs, rtol=1e-5, atol=1e-5 * update.abs().max().item())
+
+
 def test_a_transposed_matrix_has_the_transposed_update():
     """As GPT-2's layers store their weights. The mean square is that of AdamW's updates."""
     torch.manual_seed(0)
@@ -93,7 +108,6 @@ def test_a_transposed_matrix_has_the_transposed_update():
     assert update.square().mean().sqrt() == pytest.approx(0.2 * 0.01, rel=0.2)
 
 
-@needs_muon
 def test_states_are_the_same_after_a_save_and_a_load(tmp_path):
     """A matrix of a block has one average, the others have two moments."""
     first = new_model()
@@ -116,13 +130,6 @@ def test_states_are_the_same_after_a_save_and_a_load(tmp_path):
         train(model, resumed, steps=1)
     for mine, other in zip(second.parameters(), first.parameters(), strict=True):
         assert torch.equal(mine, other)
-
-
-def test_an_older_torch_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.8.0+cu126")
-    check_run.check_torch("adamw")
-    with pytest.raises(MissingRequirement, match="muon needs torch 2"):
-        check_run.check_torch("muon")
 
 
 def test_unequal_gpus_need_fsdp():

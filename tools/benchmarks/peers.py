@@ -41,8 +41,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from distributed_training.hardware import cpu_computes_bf16
 from distributed_training.known_models import CONFIGS, EMBEDDED_MODEL
-from distributed_training.ranks.tuning import cpu_computes_bf16
 from distributed_training.text_tables import replace_section
 from distributed_training.units import GB
 from tools.benchmarks import corpus

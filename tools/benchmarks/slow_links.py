@@ -39,7 +39,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from distributed_training.ranks.tuning import available_cores, cpu_fact
+from distributed_training.hardware import cpu_fact
+from distributed_training.ranks.tuning import available_cores
 from distributed_training.text_tables import text_table
 from tools.benchmarks.runner import PROJECT, SCRIPT
 

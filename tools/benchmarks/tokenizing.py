@@ -36,7 +36,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distributed_training.ranks.tuning import available_cores, cpu_fact
+from distributed_training.hardware import cpu_fact
+from distributed_training.ranks.tuning import available_cores
 from distributed_training.units import GB
 from tools.benchmarks.runner import PROJECT, SCRIPT
 

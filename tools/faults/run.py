@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.errors import UserError
+from distributed_training.hardware import cpu_fact
 from distributed_training.process import versions
 from distributed_training.ranks import tuning
 from distributed_training.text_tables import text_table
@@ -216,7 +217,7 @@ def as_json(results: Results) -> dict:
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "seconds": round(results.seconds),
-        "cpu": tuning.cpu_fact("model name") or platform.machine(),
+        "cpu": cpu_fact("model name") or platform.machine(),
         "cores": tuning.available_cores(),
         "versions": versions(),
         "clean_runs": len(results.without),
