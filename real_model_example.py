@@ -65,6 +65,7 @@ from distributed_training.loss_chunks import IGNORED
 from distributed_training.model import prepare
 from distributed_training.model.loss import computes_loss
 from distributed_training.model.spec import ModelSpec
+from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.ranks import process_group
 from distributed_training.ranks.context import DistContext
 from distributed_training.ranks.failures import FailureMonitor
@@ -618,7 +619,7 @@ def build_deepspeed(
         model = spec.load(ctx)
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
-    own_optimizer = training.optim != "adamw" and not training.eval_only
+    own_optimizer = not (OPTIMIZERS[training.optim].in_ds_config or training.eval_only)
     with hidden_output(verbose):
         # Moves the model to the device, and creates and wraps the optimizer.
         engine, optimizer, _, _ = deepspeed.initialize(
@@ -697,13 +698,8 @@ def parameter_groups(model: nn.Module, training: TrainingSettings) -> list[dict]
 def create_optimizer(
     groups: list[dict], model: nn.Module, training: TrainingSettings
 ) -> torch.optim.Optimizer:
-    """Return AdamW, or another optimizer of --optim, for the parameter groups of a model."""
-    if training.optim != "adamw":
-        from distributed_training import other_optimizers
-
-        return other_optimizers.create(groups, model, training)
-    adam = {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
-    return torch.optim.AdamW(groups, lr=training.lr, **adam, fused=True)
+    """Return the optimizer of --optim for the parameter groups of a model; AdamW by default."""
+    return OPTIMIZERS[training.optim].create(groups, model, training)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ errors       exceptions that end a run, exit codes, what library errors mean; se
 entry_points the commands that pip installs
 process      output that cannot fail, signal handlers before the run has its own, versions
 programs     command lines of the tools, and programs that they run
-optimizers   the optimizers of --optim, and what they need
-other_optimizers  creates those other than AdamW
+optimizers   one file for each optimizer of --optim
 known_models the embedded model and GPT-2, whose shape is known without a file
 loss_chunks  how the loss is computed, in chunks of the logits
-hardware  compute capabilities, and what attention kernels can do
+hardware     what devices can do: generations of GPUs, attention kernels, bf16
+model_parts  a model's transformer blocks, and the part of a tensor on this rank
 patches      patches of torch, transformers and bitsandbytes
 console      lines and progress bars
 text_tables  tables of text

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from safetensors.torch import load_file
 
 from distributed_training.checkpoints import format as files
@@ -59,7 +58,7 @@ class Contents(NamedTuple):
                 {key: group[key] for key in GROUP_KEYS if key in group}
                 for group in shards.base.param_groups
             ],
-            "optimizer": shards.family,
+            "optimizer": shards.optimizer.family,
             "adam_step": shards.adam_step,
             "shapes": {name: list(shape) for name, shape in shards.shapes.items()},
         }
@@ -68,11 +67,7 @@ class Contents(NamedTuple):
         """Write what is not divided into pieces: the model's description, buffers, Adafactor."""
         self.spec.describe(folder / "model")
         buffers = {} if self.spec.lora else persistent_buffers(self.objects.module)
-        states: dict[str, torch.Tensor] = {}
-        if self.shards.family == "adafactor":
-            from distributed_training.strategies import adafactor_states
-
-            states = adafactor_states.read(self.shards)
+        states = self.shards.whole_states()
         for tensors, name in ((buffers, files.BUFFERS), (states, files.ADAFACTOR_STATES)):
             if tensors:
                 on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}
@@ -84,9 +79,7 @@ class Contents(NamedTuple):
 
         check_shapes(path, manifest, self.shards)
         if files.ADAFACTOR_STATES in manifest["files"]:
-            from distributed_training.strategies import adafactor_states
-
-            adafactor_states.write(self.shards, load_file(path / files.ADAFACTOR_STATES))
+            self.shards.set_whole_states(load_file(path / files.ADAFACTOR_STATES))
         read_shards(path, manifest, self.shards)
         saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
         for name, buffer in self.objects.module.named_buffers():

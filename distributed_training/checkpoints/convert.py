@@ -29,8 +29,8 @@ from distributed_training.files.safetensors_writer import WeightFiles
 from distributed_training.files.user_files import shown
 from distributed_training.model.card import model_card
 from distributed_training.model.lora import peft_name
+from distributed_training.optimizers.optimizer import MOMENTS
 from distributed_training.ranks.context import DTYPES
-from distributed_training.strategies.optimizer_shards import MOMENTS
 from distributed_training.train_state import NEW_RUN
 
 FORMATS = ("hf", "torch", "checkpoint")

@@ -23,8 +23,8 @@ from distributed_training.errors import UserError, first_line, refused_as
 from distributed_training.files import weight_files
 from distributed_training.files.user_files import shown
 from distributed_training.model.weights import NO_REMOTE_CODE, check_folder, from_folder, untie
+from distributed_training.optimizers.optimizer import MOMENTS
 from distributed_training.programs import run_program
-from distributed_training.strategies.optimizer_shards import MOMENTS
 
 
 @dataclass

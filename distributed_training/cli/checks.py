@@ -146,12 +146,10 @@ def check_strategy_supports(flags: Options, strategy: Strategy) -> None:
             f"--rank_shares auto cannot tell computing from waiting in the compiled layers of "
             f"{flags.strategy}: give shares such as 2,1, or leave --compile out."
         )
-    if flags.optim == "muon" and flags.rank_shares and strategy.whole_parameters:
-        raise UserError(
-            f"--optim muon under {flags.strategy} needs equal GPUs: each computes whole updates, "
-            "and GPUs that differ round them differently. Use fsdp, or leave --rank_shares out."
-        )
-    if reason := strategy.why_not(OPTIMIZERS[flags.optim]):
+    optimizer = OPTIMIZERS[flags.optim]
+    if flags.rank_shares and (reason := optimizer.why_not_unequal(strategy.layout)):
+        raise UserError(f"--optim {flags.optim} under {flags.strategy} needs equal GPUs: {reason}.")
+    if reason := strategy.why_not(optimizer):
         raise UserError(f"--optim {flags.optim} does not work under {flags.strategy}: {reason}.")
 
 

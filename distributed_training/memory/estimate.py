@@ -28,6 +28,10 @@ CUDA_CONTEXT, GPU_SLACK = 1 * GB, 1.05
 CPU_LIBRARIES, CPU_SLACK = 410 * MB, 1.2
 
 
+# Of an estimate, in results.json and in the planner's JSON.
+SIZES = "parameters gradients optimizer buffers activations logits peak host nvme sent".split()
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Memory estimate of one strategy, in bytes of one rank."""
@@ -45,6 +49,7 @@ class MemoryEstimate:
     host: int  # in host memory, for this rank
     nvme: int  # on disk, for this rank
     sent: int  # bytes that this rank sends per step
+    library: int  # of the engine's library in a process on a CPU
     device: str  # "cuda" or "cpu"
     terms: tuple[Term, ...]  # of which the peak, `host` and `nvme` are sums
 
@@ -53,12 +58,11 @@ class MemoryEstimate:
         """Bytes that must fit the memory of the device; on a CPU they include `host`."""
         if self.device == "cuda":
             return int(GPU_SLACK * self.peak) + CUDA_CONTEXT
-        libraries = CPU_LIBRARIES + STRATEGIES[self.strategy].library_bytes
-        return int(CPU_SLACK * (self.peak + self.host)) + libraries
+        return int(CPU_SLACK * (self.peak + self.host)) + CPU_LIBRARIES + self.library
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes by kind."""
-        return {name: size for name, size in vars(self).items() if isinstance(size, int)}
+        return {name: getattr(self, name) for name in SIZES}
 
     def at(self, phase: str) -> int:
         """Return the sum of the terms of a phase."""
@@ -98,6 +102,7 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
         host=sum_of(terms, "host"),
         nvme=sum_of(terms, "nvme"),
         sent=sent * (work.world_size - 1) // work.world_size,
+        library=row.library_bytes,
         device=work.device.type,
         terms=tuple(term for term in terms if term.size),
     )

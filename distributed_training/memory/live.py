@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from distributed_training.model_parts import local_part
 from distributed_training.strategies.live_states import LiveStates
-from distributed_training.strategies.wrapped import local_part
 
 
 def live_bytes(states: LiveStates, device: torch.device) -> dict:

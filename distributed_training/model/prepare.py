@@ -8,9 +8,9 @@ from distributed_training import patches
 from distributed_training.hardware import shares_keys
 from distributed_training.model.loss import computes_loss
 from distributed_training.model.spec import ModelSpec
+from distributed_training.model_parts import transformer_blocks
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.model import ModelSettings
-from distributed_training.strategies.wrapped import transformer_blocks
 
 
 def configure_transformers(isolates_documents: bool, ctx: DistContext) -> None:

@@ -141,7 +141,7 @@ def _memory(ctx: DistContext, meter: StepMeter, optim: str, plan: MemoryPlan) ->
     found = measure.over_ranks(ctx.all_gather(own))
     # With --eval_only no step is measured, so the placement is not known.
     on_disk = (found["placement"] or {}).get("optimizer") == "nvme"
-    has_states = OPTIMIZERS[optim].state_bytes and not on_disk
+    has_states = OPTIMIZERS[optim].has_moments and not on_disk
     if ctx.simulated and has_states and not found["moments_bytes"]:
         raise TrainingError(
             "The simulated steps updated no weights, so Adam's states are missing in the measured "

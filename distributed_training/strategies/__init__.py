@@ -29,8 +29,5 @@ build_deepspeed) and trains it; ENGINES has both functions of each engine. For a
     objects           what a build function returns: model, optimizer, scaler
     gradients         gradient norm, check for non-finite values, loss scaling
     optimizer_shards  the base class of states.py: masters, and their pieces of parameters
-    adafactor_states  Adafactor's states
-    moments_8bit      Adam's moments in the 8 bits of bitsandbytes
-    muon              --optim muon: Muon for the matrices of the blocks, AdamW for the rest
     wrapped           what is inside the wrappers of the libraries
 """

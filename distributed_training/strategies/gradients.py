@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed_training.errors import NotFinite
+from distributed_training.model_parts import local_part
 from distributed_training.optimizers import GROWTH_INTERVAL, INITIAL_SCALE_POWER
 from distributed_training.strategies.objects import TrainingObjects
-from distributed_training.strategies.wrapped import base_optimizer, is_fsdp_module, local_part
+from distributed_training.strategies.wrapped import base_optimizer, is_fsdp_module
 
 NORM_CHUNK = 2**16  # elements of a gradient whose squares are summed in fp32 for the norm
 

@@ -8,10 +8,8 @@ parameter to its offset in a master. Each engine has a class for each layout of 
     deepspeed/states.py  Zero12State  stages 1 and 2: a partition per parameter group
                          Zero3State   stage 3: a partition per sub-group, maybe on NVMe
 
-AdamW's moments have an element for each of the master's; 8-bit moments are converted to fp32 and
-back (moments_8bit). Muon's average of the gradients has an element for each of the master's, too.
-Adafactor's states are rows and columns of whole parameters; only dp has them, on every rank
-(adafactor_states). SGD without momentum has no states.
+The optimizers (optimizers/) know their states: which have an element for each of the master's, and
+how they are read, created and written in fp32.
 """
 
 import math
@@ -23,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed_training.strategies.wrapped import base_optimizer, full_shape, local_part
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
-MOMENTUM = "momentum_buffer"  # of Muon
+from distributed_training.model_parts import local_part
+from distributed_training.optimizers import optimizer_of
+from distributed_training.strategies.wrapped import base_optimizer, full_shape
 
 
 class Piece(NamedTuple):
@@ -48,23 +45,13 @@ class Shard(NamedTuple):
     group: int = 0  # DeepSpeed's index of the group or sub-group
 
 
-def optimizer_family(optimizer) -> str | None:
-    """Return the family of an optimizer (optimizers.py); None: not supported."""
-    base = base_optimizer(optimizer)
-    if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "ds_opt_adam"):
-        return "adamw"
-    if isinstance(base, torch.optim.SGD):
-        return None if any(group["momentum"] for group in base.param_groups) else "sgd"
-    names = {"AdamW8bit": "adamw", "Adafactor": "adafactor", "MuonAndAdamW": "muon"}
-    return names.get(type(base).__name__)
-
-
 class ShardedState:
     """All masters of this rank, for reading and writing.
 
     Attributes:
         shapes: {name: shape} of the trained parameters.
         base: PyTorch's optimizer.
+        optimizer: which one of --optim it is.
         shards: the masters of this rank.
         replicated: whether every rank holds all elements.
         is_copy: whether another rank holds the same elements and saves them.
@@ -75,8 +62,7 @@ class ShardedState:
     def __init__(self, model: nn.Module, optimizer, device: torch.device):
         self.device, self.wrapper = device, optimizer
         self.base: Any = base_optimizer(optimizer)
-        self.family = optimizer_family(optimizer)
-        self.is_8bit = type(self.base).__name__ == "AdamW8bit"
+        self.optimizer = optimizer_of(self.base)
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shapes = {name: full_shape(parameter) for name, parameter in self.trained.items()}
         self._name_of = {id(parameter): name for name, parameter in self.trained.items()}
@@ -99,32 +85,15 @@ class ShardedState:
             moments: False yields only the weight, which every optimizer has.
         """
         tensors = {"weight": shard.key.data}
-        if not moments or self.family not in ("adamw", "muon"):
-            pass
-        elif self.is_8bit:
-            from distributed_training.strategies import moments_8bit
-
-            tensors |= moments_8bit.load(self.base, shard.key, create=write)
-        else:
+        if moments:
             tensors |= self._moments(shard.key, create=write)
         yield {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
-        if write and self.is_8bit and moments:
-            moments_8bit.store(tensors, self.base.state[shard.key])
+        if write and moments:
+            self.optimizer.store(self.base, shard.key, tensors)
 
     def _moments(self, key: torch.Tensor, create: bool) -> dict[str, torch.Tensor]:
-        """Return the moments of a master: Adam's, or for a matrix of Muon its average."""
-        names = self._moments_of(key)
-        if create:
-            state = self.base.state[key]
-            for moment in names:
-                if moment not in state or state[moment].numel() != key.numel():
-                    state[moment] = torch.zeros_like(key.data)
-        # A plain get: `state` is a defaultdict, and an empty entry would look like a state.
-        state = self.base.state.get(key, {})
-        return {moment: state[moment] for moment in names if moment in state}
-
-    def _moments_of(self, key: torch.Tensor) -> tuple[str, ...]:
-        return self.base.moments_of(key) if self.family == "muon" else MOMENTS
+        """Return the states of a master that have an element for each of its own, in fp32."""
+        return self.optimizer.load(self.base, key, create)
 
     def finish_writing(self) -> None:
         """Update the working copies of the parameters from the masters; all ranks call it."""
@@ -157,19 +126,18 @@ class ShardedState:
 
     def set_adam_step(self, step: int) -> None:
         """Set the number of updates for every master whose optimizer counts them."""
-        if self.family == "sgd":
-            return
-        defaults = self.base.defaults
-        # The AdamW that Muon uses is fused.
-        on_device = defaults.get("fused") or defaults.get("capturable") or self.family == "muon"
-        # DeepSpeed's CPU Adam, bitsandbytes and Adafactor store an int.
-        as_int = hasattr(self.base, "ds_opt_adam") or self.is_8bit or self.family == "adafactor"
         for shard in self.shards:
-            if self.family == "adafactor" and not self.base.state.get(shard.key):
-                continue  # it creates all states together
-            if self.family == "muon" and self._moments_of(shard.key) != MOMENTS:
-                continue  # Muon does not count
-            device = local_part(shard.key).device if on_device else "cpu"
-            self.base.state[shard.key]["step"] = (
-                step if as_int else torch.tensor(float(step), device=device)
-            )
+            self.optimizer.set_step(self.base, shard.key, step)
+
+    def whole_states(self) -> dict[str, torch.Tensor]:
+        """Return the states of whole parameters, by "<parameter>/<kind>"; equal on all ranks."""
+        return self.optimizer.whole_states(self.base, self._keys)
+
+    def set_whole_states(self, saved: dict[str, torch.Tensor]) -> None:
+        """Set what `whole_states` returned."""
+        self.optimizer.set_whole_states(self.base, self._keys, saved)
+
+    @property
+    def _keys(self) -> dict[str, torch.Tensor]:
+        """The parameters whose states are whole, by name."""
+        return {shard.names[0]: shard.key for shard in self.shards}

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed_training.errors import UserError
-from distributed_training.optimizers import Optimizer
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from distributed_training.optimizers.optimizer import Optimizer
     from distributed_training.strategies.live_states import LiveStates
     from distributed_training.strategies.optimizer_shards import ShardedState
     from distributed_training.workload.activations import Term
@@ -55,8 +55,9 @@ class Strategy:
     engine: ClassVar[str]  # name of the engine, and of its folder
     # Python packages that it needs, besides the required ones.
     packages: ClassVar[tuple[str, ...]] = ()
-    # Names of optimizers that the engine does not support, and why.
-    unsupported_optimizers: ClassVar[dict[str, str]] = {}
+    # How it holds the fp32 weights for the optimizer: "whole", "rows" of each parameter, or "flat"
+    # partitions (optimizers/optimizer.py).
+    layout: ClassVar[str] = "whole"
     # Precisions in which autocast converts fp32 weights. In others the engine converts them.
     autocast_precisions: ClassVar[frozenset[str]] = frozenset(["bf16", "fp16"])
     # Bytes of the engine's library in a process that trains on a CPU.
@@ -80,6 +81,11 @@ class Strategy:
     def offloads(self) -> bool:
         """Whether the optimizer states are kept outside the device."""
         return False
+
+    @property
+    def updates_on(self) -> str:
+        """Where the engine keeps the optimizer states and updates: "device", "host" or "nvme"."""
+        return "device"
 
     @property
     def needs_nvme(self) -> bool:
@@ -118,7 +124,7 @@ class Strategy:
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return why the strategy does not support an optimizer, or None if it does."""
-        return self.unsupported_optimizers.get(optimizer.name)
+        return optimizer.why_not(self.layout, self.updates_on)
 
     # ------------------------------------------------------------------------- options and checks
 

@@ -99,11 +99,6 @@ class Device:
     type: str = "cuda"  # or "cpu", where the rules of autocast differ
     capability: tuple[int, int] = HOPPER  # compute capability of the GPU
 
-    @property
-    def computes_bf16(self) -> bool:
-        """Whether it has instructions for bf16; a CPU is that of this machine."""
-        return cpu_computes_bf16() if self.type == "cpu" else self.capability >= AMPERE
-
 
 @dataclass(frozen=True)
 class Kernels:
@@ -190,19 +185,32 @@ class Workload:
         return self.item * max(self.model.matrices) if self.in_4bit else 0
 
     @property
-    def in_muon(self) -> int:
-        """Elements that Muon updates: the matrices of the blocks, or with adapters A and B."""
-        if self.optimizer != "muon":
-            return 0
-        return self.model.layers * sum(rows * columns for rows, columns in self._trained_matrices)
-
-    @property
-    def _trained_matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of each trained matrix of a transformer block."""
+    def matrices_in_blocks(self) -> list[tuple[int, int]]:
+        """Rows and columns of each trained matrix of a transformer block: A and B of adapters."""
         if self.lora:
             return self.lora.factors(self.model)
         layers = self.model.linear_layers().values()
         return [(layer.inputs, layer.outputs) for layer in layers]
+
+    @property
+    def in_matrices(self) -> int:
+        """Elements of these matrices in all blocks."""
+        return self.model.layers * sum(rows * columns for rows, columns in self.matrices_in_blocks)
+
+    @property
+    def rows_and_columns(self) -> int:
+        """Rows and columns of all trained matrices, and elements of the other parameters."""
+        return self.lora.factored(self.model) if self.lora else self.model.factored()
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device is a CPU."""
+        return self.device.type == "cpu"
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether the device has instructions for bf16; a CPU is that of this machine."""
+        return cpu_computes_bf16() if self.on_cpu else self.device.capability >= AMPERE
 
     def optimizer_states(self, sizes: list[int]) -> int:
         """Return the bytes of the optimizer's states, without the fp32 weights.
@@ -210,13 +218,16 @@ class Workload:
         Args:
             sizes: elements of each tensor that the optimizer updates: parameters, or shards.
         """
-        if self.optimizer == "adamw_8bit":  # fp32 below 4,096 elements
-            return sum(8 * n if n < 4096 else 2 * n + 2 * 4 * -(-n // 256) for n in sizes)
-        if self.optimizer == "adafactor":  # of dp only
-            return 4 * (self.lora.factored(self.model) if self.lora else self.model.factored())
-        if self.optimizer == "muon":  # of a shard, the same part is in matrices
-            return 8 * sum(sizes) - 4 * self.in_muon * sum(sizes) // sum(self.trained)
-        return int(OPTIMIZERS[self.optimizer].state_bytes) * sum(sizes)
+        return OPTIMIZERS[self.optimizer].state_bytes(sizes, self)
+
+    def update_temporaries(self, elements: int) -> int:
+        """Return the temporary bytes while the optimizer updates its largest tensor."""
+        return OPTIMIZERS[self.optimizer].temporary_bytes(elements, self)
+
+    @property
+    def gathered_in_update(self) -> int:
+        """The fp32 elements that the ranks gather in an update, if the strategy shards them."""
+        return OPTIMIZERS[self.optimizer].gathered_elements(self)
 
     def with_share(self, share: float) -> "Workload":
         """Return the workload of a rank with this share, see `OwnRank`."""
@@ -281,26 +292,6 @@ class Workload:
     def layer_norm(self) -> int:
         """Bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
         return 4 if self.dtypes.autocast and self.device.type == "cuda" else self.stream
-
-    def update_temporaries(self, elements: int) -> int:
-        """Return the temporary bytes while the optimizer updates its largest tensor.
-
-        Adafactor needs two fp32 tensors; bitsandbytes on a CPU five, on CUDA none. Muon needs for a
-        matrix of the blocks its momentum in fp32, which FSDP gathers, and then in the dtype of the
-        iterations two matrices and two products of the smaller side; bf16 is converted to fp32.
-
-        Args:
-            elements: of the tensor; not used for Muon.
-        """
-        if self.optimizer == "muon":
-            item = 2 if self.device.computes_bf16 else 4
-            return max(
-                4 * a * b + max(2 * item * (a * b + min(a, b) ** 2), (item + 4) * a * b)
-                for a, b in self._trained_matrices
-            )
-        if self.optimizer == "adafactor":
-            return 8 * elements
-        return 20 * elements if self.optimizer == "adamw_8bit" and self.device.type == "cpu" else 0
 
     def saves(self, layer: str) -> bool:
         """Return whether autograd saves a linear layer's input, for its weights' gradient.

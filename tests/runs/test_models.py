@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.model.spec import ModelSpec
-from distributed_training.strategies.wrapped import transformer_blocks
+from distributed_training.model_parts import transformer_blocks
 
 WORK = "--seq_length 64 --num_samples 12 --batch_size 2 --precision fp32 --dropout 0".split()
 WORK.append("--no_eval")

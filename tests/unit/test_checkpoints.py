@@ -12,7 +12,8 @@ from safetensors import safe_open
 from distributed_training.checkpoints import loading
 from distributed_training.checkpoints.loading import PieceReader, read_shards
 from distributed_training.checkpoints.saving import PieceWriter, write_shards
-from distributed_training.strategies import gradients, moments_8bit
+from distributed_training.optimizers import moments_8bit
+from distributed_training.strategies import gradients
 from distributed_training.strategies.table import STRATEGIES
 
 CPU = torch.device("cpu")

@@ -24,14 +24,14 @@ ORDER = [
     ["model"],
     ["data", "print_flags"],
     ["memory", "ranks"],
-    ["cli", "other_optimizers"],
+    ["cli"],
     ["settings"],
     ["strategies"],
     ["arguments", "programs", "workload"],
-    ["files", "process", "train_state"],
+    ["files", "optimizers", "process", "train_state"],
     [
         *("console", "entry_points", "errors", "hardware", "hooks", "known_models"),
-        *("loss_chunks", "optimizers", "patches", "rank_shares", "text_tables", "units"),
+        *("loss_chunks", "model_parts", "patches", "rank_shares", "text_tables", "units"),
     ],
     ["about"],
 ]

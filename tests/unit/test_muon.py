@@ -12,10 +12,10 @@ from distributed_training.checkpoints.loading import read_shards
 from distributed_training.checkpoints.saving import PieceWriter, write_shards
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
-from distributed_training.other_optimizers import separate_matrices
-from distributed_training.strategies import muon
+from distributed_training.model_parts import transformer_blocks
+from distributed_training.optimizers import muon_and_adamw as muon
+from distributed_training.optimizers.muon import separate_matrices
 from distributed_training.strategies.table import STRATEGIES
-from distributed_training.strategies.wrapped import transformer_blocks
 from real_model_example import create_optimizer, parameter_groups
 
 TRAINING = parse_arguments("--optim muon --lr 1e-2 --weight_decay 0.1".split()).training
@@ -120,7 +120,7 @@ def test_states_are_the_same_after_a_save_and_a_load(tmp_path):
         fresh = optimizer_of(second)
         loaded = STRATEGIES["dp"].states_of(second, fresh, CPU)
         read_shards(tmp_path, {"pieces": writer.pieces, "adam_step": state.adam_step}, loaded)
-    assert state.family == "muon" and state.adam_step == 3
+    assert state.optimizer.name == "muon" and state.adam_step == 3
     for (name, mine), other in zip(second.named_parameters(), first.parameters(), strict=True):
         found, expected = fresh.state[mine], optimizer.state[other]
         assert found.keys() == expected.keys(), name

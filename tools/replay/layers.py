@@ -17,16 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed_training.checkpoints.loading import PieceReader
-from distributed_training.strategies.optimizer_shards import (
-    MOMENTS,
-    MOMENTUM,
-    Piece,
-    Shard,
-    ShardedState,
-)
-from distributed_training.strategies.wrapped import transformer_blocks, unwrapped
-
-FIRST_MOMENT = MOMENTS[0]
+from distributed_training.model_parts import transformer_blocks
+from distributed_training.strategies.optimizer_shards import Piece, Shard, ShardedState
+from distributed_training.strategies.wrapped import unwrapped
 
 
 class Layer(TypedDict):
@@ -91,14 +84,10 @@ def changes_of_layers(
 
 def _decay(state: ShardedState, shard: Shard) -> tuple[str, float] | None:
     """Return the moving average of the gradients of a master and its decay; None: it has none."""
-    if state.family not in ("adamw", "muon") or state.is_8bit:  # 8 bits round by up to 1/2 %
-        return None
-    for group in state.base.param_groups:
-        if any(parameter is shard.key for parameter in group["params"]):
-            if "momentum" in group:
-                return MOMENTUM, group["momentum"]
-            return FIRST_MOMENT, group["betas"][0]
-    return FIRST_MOMENT, state.base.param_groups[0]["betas"][0]  # all groups have the same
+    groups = state.base.param_groups
+    own = (g for g in groups if any(parameter is shard.key for parameter in g["params"]))
+    # DeepSpeed's groups do not have its masters; all of them have the same decay.
+    return state.optimizer.average_of(next(own, groups[0]))
 
 
 def _squares(

@@ -258,7 +258,7 @@ def _merge_optimizer(merged: Merged) -> None:
             f"{merged.file}: leave the optimizer {shown(kind)} out, and use --optim "
             f"({', '.join(OPTIMIZERS)})."
         )
-    if optimizer != "adamw":
+    if not OPTIMIZERS[optimizer].in_ds_config:
         if kind and merged.flags.values["ds_config"]:
             raise merged.contradiction(f"optim {optimizer}", f"the optimizer {kind}")
         config.pop("optimizer", None)

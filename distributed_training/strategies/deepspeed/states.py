@@ -24,6 +24,8 @@ class ZeroState(ShardedState):
         """See the base class."""
         super().set_adam_step(step)
         if hasattr(self.base, "ds_opt_adam"):
+            for shard in self.shards:
+                self.base.state[shard.key]["step"] = step  # an int in DeepSpeed's AdamW for CPUs
             replay_bias_correction(self.base, step)
 
 

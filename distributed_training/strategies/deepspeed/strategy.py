@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from distributed_training.optimizers import Optimizer
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 from distributed_training.units import MB
 
@@ -18,13 +17,6 @@ if TYPE_CHECKING:
     from distributed_training.workload.activations import Term
     from distributed_training.workload.workload import Workload
 
-# Why DeepSpeed does not support an optimizer whose states are in this place.
-CPU_ADAM = "the states are updated on the CPU, where DeepSpeed has its own AdamW"
-UNSUPPORTED_ON = {
-    "host": {"adamw_8bit": CPU_ADAM},
-    "nvme": {"adamw_8bit": CPU_ADAM, "sgd": "DeepSpeed reads Adam's moments from NVMe"},
-}
-
 
 @dataclass(frozen=True)
 class DeepSpeed(Strategy):
@@ -35,10 +27,7 @@ class DeepSpeed(Strategy):
 
     engine = "deepspeed"
     packages = ("deepspeed",)
-    unsupported_optimizers: ClassVar = {
-        "adafactor": "DeepSpeed flattens the weights, and Adafactor needs rows and columns",
-        "muon": "DeepSpeed flattens the weights, and Muon needs matrices: use dp or fsdp",
-    }
+    layout = "flat"
     autocast_precisions = frozenset()  # DeepSpeed's engine converts the weights
     library_bytes = 70 * MB  # measured with 0.19, see tools/benchmarks/RESULTS.md
 
@@ -90,10 +79,10 @@ class DeepSpeed(Strategy):
 
         return options.nvme_folder(self.config)
 
-    def why_not(self, optimizer: Optimizer) -> str | None:
+    @property
+    def updates_on(self) -> str:
         """See the base class."""
-        of_place = UNSUPPORTED_ON.get(self.optimizer_on, {}).get(optimizer.name)
-        return super().why_not(optimizer) or of_place
+        return self.optimizer_on
 
     def resolve(self, flags: Flags) -> Resolved:
         """See the base class."""

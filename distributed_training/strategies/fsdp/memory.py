@@ -22,6 +22,7 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
     reduced = trained if lora else trained - outside // n
     # Gradients are not sharded until the last micro-batch. They are added in the reduction's dtype.
     accumulated = r * sum(work.trained) if work.accumulation > 1 else 0
+    sent = 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained)
     return [
         Term("parameters", 4 * trained + work.item * shard_elements(work.frozen, n), STEP),
         Term("optimizer states", work.optimizer_states([trained]), STEP),
@@ -34,4 +35,4 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
         Term("gradients outside of blocks", whole, (END,)),
         Term("gradients of a block", 0 if lora else of_block, (BACKWARD, END)),
         Term("accumulated gradients", accumulated, STEP),
-    ], 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained) + 4 * work.in_muon
+    ], sent + 4 * work.gathered_in_update

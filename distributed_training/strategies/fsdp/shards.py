@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed_training import console
+from distributed_training.model_parts import transformer_blocks
 from distributed_training.strategies.fsdp.options import FsdpOptions
-from distributed_training.strategies.wrapped import transformer_blocks
 
 
 def layers_to_shard(model: nn.Module, options: FsdpOptions) -> list[nn.Module]:

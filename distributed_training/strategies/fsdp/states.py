@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from distributed_training.model_parts import is_dtensor, local_part
 from distributed_training.strategies.optimizer_shards import Piece, Shard, ShardedState
-from distributed_training.strategies.wrapped import is_dtensor, is_fsdp_module, local_part
+from distributed_training.strategies.wrapped import is_fsdp_module
 
 
 class RowsState(ShardedState):

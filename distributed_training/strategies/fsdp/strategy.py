@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from distributed_training.strategies.fsdp.options import FsdpOptions
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
@@ -22,10 +22,7 @@ class FSDP(Strategy):
     """A strategy of FSDP2."""
 
     engine = "fsdp"
-    unsupported_optimizers: ClassVar = {
-        "adamw_8bit": "bitsandbytes does not support FSDP2's sharded tensors",
-        "adafactor": "FSDP shards the rows, and Adafactor needs whole columns",
-    }
+    layout = "rows"
     autocast_precisions = frozenset(["fp16"])
 
     options: FsdpOptions = field(default_factory=FsdpOptions)  # --fsdp, --fsdp_config

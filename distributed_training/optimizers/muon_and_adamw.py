@@ -1,4 +1,4 @@
-"""--optim muon: Muon for the matrices of the transformer blocks, AdamW for all other parameters.
+"""The updates of --optim muon: Muon for some matrices, AdamW for all other parameters.
 
 Muon (Liu et al., arXiv 2502.16982) replaces the momentum of a matrix by the nearest matrix whose
 singular values are all equal, so that the weight moves equally far in each direction. Five
@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from distributed_training.hardware import computes_bf16
-from distributed_training.strategies.optimizer_shards import MOMENTS, MOMENTUM
-from distributed_training.strategies.wrapped import is_dtensor, local_part
+from distributed_training.model_parts import is_dtensor, local_part
+from distributed_training.optimizers.optimizer import MOMENTUM
 
-DECAY = 0.95  # of the momentum, an average of the gradients
 # Keller Jordan's iteration (https://kellerjordan.github.io/posts/muon), as in torch.optim.Muon:
 # x ← a·x + b·(x xᵀ) x + c·(x xᵀ)² x.
 COEFFICIENTS, ITERATIONS, SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
@@ -51,9 +50,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
             id(p) for group in self.param_groups if "momentum" in group for p in group["params"]
         }
 
-    def moments_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a parameter's states that have an element for each of its own."""
-        return (MOMENTUM,) if id(parameter) in self._in_muon else MOMENTS
+    def is_in_muon(self, parameter: torch.Tensor) -> bool:
+        """Return whether Muon updates a parameter."""
+        return id(parameter) in self._in_muon
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
