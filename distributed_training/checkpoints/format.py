@@ -5,6 +5,7 @@ The manifest has a digest of itself and of each file that it lists.
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from distributed_training.files.atomic import digest_of_json, sha256_of, sync, write_text
@@ -54,9 +55,23 @@ def candidates_in(path: Path) -> list[Path]:
 
 def kinds_of(piece: JsonObject) -> tuple[str, ...]:
     """Return the kinds of tensors that a piece of the manifest has."""
+    if "kinds" in piece:
+        return (KINDS[0], *piece["kinds"])
     if piece["moments"]:
         return KINDS
     return (KINDS[0], MOMENTUM) if piece.get("momentum") else KINDS[:1]
+
+
+def kinds_entry(kinds: Collection[str]) -> JsonObject:
+    """Return the entries of a piece about its kinds, those of `kinds_of`.
+
+    The states of AdamW and Muon have the entries that earlier versions read.
+    """
+    states = [kind for kind in kinds if kind != KINDS[0]]
+    known = {"moments": states == [*KINDS[1:]]}
+    if states in ([], [*KINDS[1:]]):
+        return known
+    return known | ({"momentum": True} if states == [MOMENTUM] else {"kinds": states})
 
 
 def write_manifest(folder: Path, manifest: JsonObject) -> None:

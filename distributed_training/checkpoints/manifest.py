@@ -52,7 +52,9 @@ REQUIRED: dict[str, Check] = {
     "identity": IDENTITY,
     "adam_step": is_count,
     "shapes": dict_of(list_of(is_count)),
-    "pieces": list_of(record({**PIECE, "file": is_text}, momentum=is_switch)),
+    "pieces": list_of(
+        record({**PIECE, "file": is_text}, momentum=is_switch, kinds=list_of(is_text))
+    ),
     "files": dict_of(record({"bytes": is_count, "sha256": is_text})),
 }
 # Older versions did not write these keys.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from distributed_training.checkpoints.format import KINDS, MOMENTUM, file_entry
+from distributed_training.checkpoints.format import KINDS, file_entry, kinds_entry
 from distributed_training.files.safetensors_writer import save_file
 from distributed_training.strategies.optimizer_shards import ShardedState
 
@@ -41,9 +41,7 @@ class PieceWriter:
         while begin < numel:
             end = min(numel, begin + self._room)
             piece = {"name": name, "start": start + begin, "numel": end - begin}
-            moments = {"moments": KINDS[1] in tensors}
-            moments |= {"momentum": True} if MOMENTUM in tensors else {}
-            self.pieces.append({**piece, **moments, "file": self._file})
+            self.pieces.append({**piece, **kinds_entry(tensors), "file": self._file})
             for kind, flat in tensors.items():
                 part = flat[begin:end].detach().to("cpu", torch.float32, copy=True)
                 self._tensors[f"{name}@{start + begin}/{kind}"] = part

@@ -82,6 +82,24 @@ def test_a_setting_is_a_flag_and_a_key_of_a_run_file(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_optimizer_trains_resumes_and_is_planned(tmp_path):
+    copy = copy_with("Adding an optimizer", tmp_path / "project")
+    adamax = ["--optim", "adamax", "--lr", "1e-3", "--save_every", "2"]
+    reference = losses(copy, "dp", tmp_path / "dp", *adamax)
+    assert losses(copy, "dp", tmp_path / "adamw", "--lr", "1e-3") != pytest.approx(reference, 1e-4)
+    for strategy, other in (("fsdp", "zero2"), ("zero2", "dp"), ("dp", "fsdp")):
+        folder = tmp_path / f"{strategy}-{other}"
+        whole = losses(copy, strategy, folder, *adamax)
+        assert whole == pytest.approx(reference, rel=1e-5)
+        resume = ["--resume", str(folder / "checkpoints" / "step-00000002")]
+        resumed = losses(copy, other, tmp_path / f"resumed-{other}", *adamax, *resume)
+        assert resumed == pytest.approx(reference[2:], rel=1e-5)
+    results = json.loads((tmp_path / "dp" / "results.json").read_text())["memory"]
+    measured = results["categories_bytes"]["optimizer"]
+    assert results["predicted_bytes"]["optimizer"] == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.slow
 def test_the_examples_train_resume_and_are_planned(copy, tmp_path):
     reference = losses(copy, "dp", tmp_path / "dp")
     averaged = losses(copy, "averaged", tmp_path / "averaged", "--save_every", "2")
