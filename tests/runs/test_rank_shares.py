@@ -15,6 +15,7 @@ from conftest import (
     finish,
     launcher_command,
     slow,
+    soak,
     start,
 )
 
@@ -74,7 +75,7 @@ def test_packed_examples_and_compiled_blocks_are_divided_by_shares(script, tmp_p
     assert run.results["eval_loss"] == pytest.approx(one.results["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["dp", slow("fsdp"), slow("zero2"), slow("zero3")])
+@pytest.mark.parametrize("strategy", ["dp", slow("zero3"), soak("fsdp"), soak("zero2")])
 def test_auto_gives_a_slow_rank_fewer_sequences(script, strategy):
     """Rank 1 needs a multiple of the other's time; the losses stay those of equal ranks."""
     flags = "--seq_length 32 --num_samples 320 --max_steps 14 --dropout 0 --no_eval --no_export"

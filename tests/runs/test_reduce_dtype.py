@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import STRATEGIES, assert_close
+from conftest import assert_close, slow, soak
 
 WORK = """
     --max_steps 2 --seq_length 32 --batch_size 2 --dropout 0 --no_eval --no_export
@@ -30,7 +30,10 @@ def reduced(script):
     return run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    ["dp", "zero2", "fsdp", slow("zero3"), soak("zero1"), soak("offload"), soak("infinity")],
+)
 def test_half_of_the_bytes_are_sent_in_16_bits(reduced, strategy):
     done, sent = reduced(strategy, "bf16")
     P = done.results["trainable_parameters"]

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from conftest import PROJECT, STRATEGIES, slow
+from conftest import PROJECT, slow, soak
 
 # Batches of four sequences on two ranks, and of the same four on one.
 WORK = "--seq_length 32 --num_samples 38 --save_every 4 --no_export --no_eval --weight_decay 1"
@@ -53,7 +53,8 @@ def check_sequences(replay, total):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["dp", *(slow(strategy) for strategy in STRATEGIES if strategy != "dp")]
+    "strategy",
+    ["dp", *map(slow, ("zero2", "zero3", "fsdp")), *map(soak, ("zero1", "offload", "infinity"))],
 )
 def test_a_repeated_step_is_the_same_and_the_run_stays(script, run, strategy):
     if strategy != "dp":
@@ -99,6 +100,7 @@ def test_a_step_at_which_the_run_stopped(script):
     assert replay["sequences"] and "not finite" in done.out
 
 
+@pytest.mark.slow
 def test_a_replay_that_cannot_be_made(script, run):
     work = [*WORK, *TWO_RANKS]
 
