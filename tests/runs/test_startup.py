@@ -70,8 +70,9 @@ def test_dp_imports_no_library_of_other_strategies_and_features(script, tmp_path
     assert tools == {"tools.hooks", "tools.plan", "tools.plan.run_plan"}
     of_flags = "model.lora model.isolation model.push model.generate model.export run.prompts"
     of_flags += " run.trackers run.profiling ranks.restart ranks.compiler checkpoints.find cli.hub"
-    of_flags += " data.chat data.chat_template data.streaming data.tokenize other_optimizers"
-    others = {f"strategies.{name}" for name in ("deepspeed.options", "fsdp.shards", "muon")}
+    of_flags += " data.chat data.chat_template data.streaming data.tokenize"
+    of_flags += " optimizers.adamw_8bit optimizers.adafactor optimizers.muon optimizers.sgd"
+    others = {f"strategies.{name}" for name in ("deepspeed.options", "fsdp.shards")}
     assert "run.run_end" in own and not own & ({*of_flags.split()} | others)
 
 
