@@ -17,16 +17,12 @@ from distributed_training.model.spec import ModelSpec
 from distributed_training.rank_shares import shown_shares
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings
-from distributed_training.settings.settings import Settings
+from distributed_training.settings.settings import FACTS, Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import FlagValues
 from distributed_training.strategies.wrapped import full_shape
 
-INFORMATIONAL_FLAGS = """
-    strategy batch_size gradient_accumulation_steps epochs max_steps lr lr_scheduler warmup_steps
-    warmup_ratio decay_ratio decay_type min_lr_ratio adam_beta1 adam_beta2 adam_epsilon optim
-    weight_decay max_grad_norm dropout from_scratch lora_dropout fused_gelu
-    """.split()
+INFORMATIONAL_FLAGS = [name for name, facts in FACTS.items() if facts.reported_at_resume]
 
 
 def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:

@@ -14,56 +14,21 @@ from distributed_training.rank_shares import AUTO
 from distributed_training.settings.data import Dataset, DataSettings, default_dataset
 from distributed_training.settings.model import ModelSettings
 from distributed_training.settings.output import OutputSettings
+from distributed_training.settings.settings import DEFAULTS, FACTS
 from distributed_training.strategies.strategy import Resolved, Strategy
 
 DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
 
 # ------------------------------------------------------------------------------ flags and flags
 
-# Flags that need evaluations; all but the first need them during training.
-NEED_EVALUATIONS = (
-    "eval_only",
-    "eval_every",
-    "generate_every_eval",
-    "early_stopping_patience",
-    "load_best_at_end",
-)
-_AT_INTERVALS = " ".join(NEED_EVALUATIONS[1:])
-
-# A flag, and those that it excludes.
+# The flags that each flag excludes; of a switch that is on by default its --no_NAME excludes them.
 EXCLUDED = {
-    "eval_only": "no_eval save_every save_epochs resume auto_micro_batch lora_r export_hf "
-    f"export_dtype push_to_hub {_AT_INTERVALS}",
-    "no_save": "save_every save_epochs load_best_at_end",
-    "no_export": "export_hf export_dtype merge_lora push_to_hub",
-    "no_eval": _AT_INTERVALS,
-    "validation_file": "validation_split eval_split",
-    "validation_split": "eval_split validation_split_percentage",
-    "warmup_steps": "warmup_ratio",
-    "text_column": "prompt_column completion_column",
-    "profile": "profile_memory simulate_gpus",
-    "prefetch": "check show_sample simulate_gpus",
-    "show_sample": "check simulate_gpus",
-    "check": "simulate_gpus",
-    # All ways of --prove make the first step on the same sequences, in fp32.
-    "prove": "check prefetch show_sample eval_only simulate_gpus resume streaming load_in_4bit",
-    # The length of a stream is not known in advance.
-    "streaming": "epochs num_samples eval_split validation_split validation_split_percentage",
-    "replay": "check prefetch show_sample prove eval_only simulate_gpus resume",
-    # A simulation trains no model.
-    "simulate_gpus": "resume save_every save_epochs eval_only eval_first generate export_hf "
-    f"merge_lora push_to_hub {_AT_INTERVALS}",
+    f"no_{name}" if DEFAULTS[name] is True else name: facts.excludes
+    for name, facts in FACTS.items()
+    if facts.excludes
 }
-# A flag, and the one that it needs.
-NEEDED = {
-    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"), "lora_r"),
-    **dict.fromkeys(("lora_dora", "merge_lora", "use_peft", "load_in_4bit"), "lora_r"),
-    **dict.fromkeys(("hub_model_id", "hub_private_repo"), "push_to_hub"),
-    "resume_force": "resume",
-    "streaming": "max_steps",
-    "generate_every_eval": "generate",
-    "replay": "output_dir",
-}
+# Flags that need evaluations; all but the first need them during training.
+NEED_EVALUATIONS = ("eval_only", *EXCLUDED["no_eval"])
 
 
 def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
@@ -74,12 +39,12 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
         given: names of flags on the command line or in the run file.
     """
     for flag, others in EXCLUDED.items():
-        for other in others.split():
+        for other in others:
             if _is_set(flags, flag) and _is_set(flags, other):
                 raise UserError(f"--{flag} and --{other} cannot be used together: leave one out.")
-    for flag, other in NEEDED.items():
-        if _is_set(flags, flag) and not _is_set(flags, other):
-            raise UserError(f"--{flag} needs --{other}.")
+    for flag, facts in FACTS.items():
+        if facts.needs and _is_set(flags, flag) and not _is_set(flags, facts.needs):
+            raise UserError(f"--{flag} needs --{facts.needs}.")
     datasets = [dataset.name for dataset in flags.dataset] or [default_dataset(flags.model)]
     problems = {
         "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH": (

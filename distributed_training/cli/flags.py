@@ -10,28 +10,11 @@ from distributed_training.cli.parser import Parser
 from distributed_training.settings import flag_types
 from distributed_training.settings.command import CommandSettings
 from distributed_training.settings.fields import flags_of
-from distributed_training.settings.settings import DEFAULTS, FLAGS, SECTIONS
+from distributed_training.settings.settings import DEFAULTS, FACTS, FLAGS, SECTIONS
 from distributed_training.strategies.strategy import FlagValues
 
-# Our flag=other names of it, with the same values; --help lists them next to ours.
-_NAMES = """
-    model=model_name_or_path,model_name dataset=dataset_name,train_file
-    dataset_config=dataset_config_name train_split=dataset_train_split
-    eval_split=dataset_test_split text_column=dataset_text_field
-    seq_length=block_size,max_seq_length,max_length num_samples=max_train_samples,data_size
-    eval_samples=max_eval_samples batch_size=per_device_train_batch_size,micro_batch_size
-    eval_batch_size=per_device_eval_batch_size epochs=num_train_epochs,num_epochs
-    lr=learning_rate lr_scheduler=lr_scheduler_type warmup_steps=num_warmup_steps
-    precision=mixed_precision lora_targets=lora_target_modules lora_rslora=use_rslora
-    lora_dora=use_dora compile=torch_compile
-    deterministic=full_determinism eval_first=eval_on_start eval_every=eval_steps
-    eval_strategy=evaluation_strategy load_best_at_end=load_best_model_at_end
-    ds_config=deepspeed_config overwrite=overwrite_output_dir save_every=save_steps
-    keep_last=save_total_limit resume=resume_from_checkpoint
-    gradient_checkpointing=activation_checkpointing hub_model_id=push_to_hub_model_id
-    local_rank=local-rank use_cpu=no_cuda deepspeed=use_deepspeed fsdp=use_fsdp
-    """.split()
-RENAMED = {flag: names.split(",") for flag, names in (entry.split("=") for entry in _NAMES)}
+# Other names of flags, with the same values; --help lists them next to ours.
+RENAMED = {name: facts.names for name, facts in FACTS.items() if facts.names}
 # Flags that have nothing to change here; one line names those that were given.
 IGNORED = """
     attn_implementation bf16_full_eval dataloader_num_workers dataloader_persistent_workers

@@ -11,21 +11,12 @@ from distributed_training.cli.given import read_flags
 from distributed_training.cli.parser import Options
 from distributed_training.errors import UserError
 from distributed_training.settings.data import Dataset
-from distributed_training.settings.settings import DEFAULTS, FLAGS, AsGiven, Settings
+from distributed_training.settings.settings import DEFAULTS, FACTS, FLAGS, AsGiven, Settings
 from distributed_training.strategies.strategy import Flags, FlagValues, Resolved
 from distributed_training.strategies.table import STRATEGIES
 
 # Flags of Trainer that `trainer_flags.convert` replaces by ours; it needs the merged flags.
 CONVERTED = {"do_train", "do_eval", "eval_strategy", "save_strategy"}
-# Flags that most runs do not use, and what uses them.
-USERS = {
-    "ds_config": "the DeepSpeed strategies",
-    "nvme_path": "infinity",
-    "fsdp_config": "fsdp",
-    "logging_dir": "--report_to tensorboard",
-    **dict.fromkeys(("decay_ratio", "decay_type"), "--lr_scheduler wsd"),
-    "min_lr_ratio": "schedules with a decay",
-}
 
 
 @dataclass(frozen=True)
@@ -165,9 +156,9 @@ def _notices(
     used |= {"decay_ratio", "decay_type"} if flags.lr_scheduler == "wsd" else set()
     used |= {"min_lr_ratio"} if flags.lr_scheduler != "constant" else set()
     lines = [
-        f"--{flag} is used by {users} only: ignored"
-        for flag, users in USERS.items()
-        if flag in given and getattr(flags, flag) is not None and flag not in used
+        f"--{flag} is used by {facts.used_by} only: ignored"
+        for flag, facts in FACTS.items()
+        if facts.used_by and flag in given and flag not in used and getattr(flags, flag) is not None
     ]
     lines += resolved.notices
     if ignored := sorted(given & {*IGNORED}):

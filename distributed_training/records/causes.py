@@ -3,6 +3,18 @@
 from typing import NamedTuple
 
 from distributed_training.files.user_files import shown
+from distributed_training.settings.fields import (
+    DROPPED,
+    EVALUATIONS,
+    MODEL,
+    ORDER,
+    RATE,
+    ROUNDING,
+    SEQUENCES,
+    TOKENS,
+    UPDATES,
+)
+from distributed_training.settings.settings import FACTS
 
 # Entries of the run signature that have another name here, because a flag has theirs.
 SIGNATURE_NAMES = {
@@ -17,32 +29,30 @@ SIGNATURE_NAMES = {
 }
 # Not recorded by earlier versions: a difference counts only if both runs have them.
 RECORDED_LATER = ("token digest", "validation token digest", "rendered template")
-RATE, ROUNDING, EVALUATIONS = "the learning rate", "rounding", "evaluations"
-# What a difference can change, and the facts that change it: flags, entries of the run signature,
-# and keys of results.json. Of several causes the first in this table are named first.
-EFFECTS = {
-    "the model": """parameters, shapes, lora_r, lora_alpha, lora_targets, lora_rslora,
-        lora_dora, load_in_4bit, model, model_revision, from_scratch, frozen weights""",
-    "the tokens": """tokenizer, template, chat_template, train_on, data digest, token digest,
-        rendered template, tokens that begin a document""",
-    "the order of the data": """seed, sequences, num_samples, validation_split,
-        validation_split_percentage, streaming, shuffle_buffer""",
-    "the sequences": "seq_length, packing, isolate_documents, global batch",
-    "the dropped elements": "dropout, lora_dropout",
-    RATE: """lr, lr_scheduler, warmup_steps, warmup_ratio, decay_ratio, decay_type, min_lr_ratio,
-        epochs, max_steps""",
-    "the updates": """skip_steps, optim, adam_beta1, adam_beta2, adam_epsilon, weight_decay,
-        max_grad_norm, ds_config, fsdp_config""",
-    ROUNDING: """strategy, precision, reduce_dtype, ranks, batch_size,
-        gradient_accumulation_steps, rank_shares, device, fused_gelu, compile, deterministic,
-        gradient_checkpointing, backend, tf32, gpu, cpu, cores, torch version,
-        deepspeed version, transformers version, numpy version, peft version, cuda version,
-        rocm version, code_digest, resume, resume_force""",
-    EVALUATIONS: """validation digest, validation token digest, eval, eval_first, eval_only,
-        eval_every, eval_samples, eval_batch_size, eval_split, validation_file,
-        early_stopping_patience, load_best_at_end""",
+# What other facts of a run can change: entries of the run signature, and keys of results.json.
+OTHER_FACTS = {
+    MODEL: "parameters, shapes, frozen weights",
+    TOKENS: """tokenizer, template, data digest, token digest, rendered template,
+        tokens that begin a document""",
+    ORDER: "sequences",
+    SEQUENCES: "global batch",
+    DROPPED: "",
+    RATE: "",
+    UPDATES: "",
+    ROUNDING: """ranks, backend, tf32, gpu, cpu, cores, torch version, deepspeed version,
+        transformers version, numpy version, peft version, cuda version, rocm version,
+        code_digest""",
+    EVALUATIONS: "validation digest, validation token digest",
 }
-EFFECT_OF = {name.strip(): key for key, names in EFFECTS.items() for name in names.split(",")}
+# Of several causes the first one here is named first.
+EFFECT_OF = {
+    name: effect
+    for effect, others in OTHER_FACTS.items()
+    for name in (
+        *filter(None, (other.strip() for other in others.split(","))),
+        *(flag for flag, facts in FACTS.items() if facts.effect == effect),
+    )
+}
 
 
 class Difference(NamedTuple):
@@ -51,7 +61,7 @@ class Difference(NamedTuple):
     name: str
     a: object
     b: object
-    changes: str  # a key of EFFECTS
+    changes: str  # a key of OTHER_FACTS
     first_step: int  # the first step whose loss it can change
 
     @property
@@ -63,7 +73,7 @@ class Difference(NamedTuple):
 
 
 def facts_of(results: dict) -> dict[str, object]:
-    """Return what results.json says about a run besides its losses, by the names of EFFECTS."""
+    """Return what results.json says about a run besides its losses, by the names of EFFECT_OF."""
     dataset = results.get("dataset") or {}
     facts = results | {"ranks": results.get("world_size")}
     facts |= {"data digest": dataset.get("sha256"), **(results.get("flags") or {})}
@@ -112,6 +122,6 @@ def causes_of(differences: list[Difference], of: str, latest: int) -> list[Diffe
         of: "loss" or "eval_loss".
         latest: the step.
     """
-    possible = {EVALUATIONS} if of == "eval_loss" else EFFECTS.keys() - {ROUNDING, EVALUATIONS}
+    possible = {EVALUATIONS} if of == "eval_loss" else {*OTHER_FACTS} - {ROUNDING, EVALUATIONS}
     found = [d for d in differences if d.changes in possible and d.first_step <= latest]
     return sorted(found, key=lambda difference: -difference.first_step)

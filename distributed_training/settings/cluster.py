@@ -14,7 +14,7 @@ class ClusterSettings:
     title: ClassVar[str] = "Cluster"
 
     local_rank: int | None = flag(
-        None, int, "accepted and ignored: some launchers append it", metavar="N"
+        None, int, "accepted and ignored: some launchers append it", metavar="N", names="local-rank"
     )
     ddp_timeout: int = flag(1800, flag_types.seconds, "seconds until a collective times out")
     hang_seconds: int = flag(

@@ -16,11 +16,19 @@ class CommandSettings:
     check: bool = switch(
         False,
         "try everything that the run needs of this machine and its network, and train nothing",
+        excludes="simulate_gpus",
     )
-    prefetch: bool = switch(False, "download and tokenize what the run needs, and train nothing")
+    prefetch: bool = switch(
+        False,
+        "download and tokenize what the run needs, and train nothing",
+        excludes="check show_sample simulate_gpus",
+    )
     show_sample: bool = switch(
-        False, "print the first training sequence, and which of its tokens are trained"
+        False,
+        "print the first training sequence, and which of its tokens are trained",
+        excludes="check simulate_gpus",
     )
+    # All ways of --prove make the first step on the same sequences, in fp32.
     prove: int | bool | None = flag(
         None,
         flag_types.ranks,
@@ -28,6 +36,9 @@ class CommandSettings:
         metavar="N",
         nargs="?",
         const=True,
+        excludes=(
+            "check prefetch show_sample eval_only simulate_gpus resume streaming load_in_4bit"
+        ),
     )
     replay: int | None = flag(
         None,
@@ -35,6 +46,8 @@ class CommandSettings:
         "repeat the steps of the run in --output_dir up to this one, and show its sequences, "
         "their losses and gradients; the run stays as it is",
         metavar="STEP",
+        excludes="check prefetch show_sample prove eval_only simulate_gpus resume",
+        needs="output_dir",
     )
 
 

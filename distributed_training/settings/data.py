@@ -6,7 +6,15 @@ from typing import ClassVar, NamedTuple
 from distributed_training.errors import UserError
 from distributed_training.known_models import EMBEDDED_MODEL
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import COMPUTED, flag, switch
+from distributed_training.settings.fields import (
+    COMPUTED,
+    EVALUATIONS,
+    ORDER,
+    SEQUENCES,
+    TOKENS,
+    flag,
+    switch,
+)
 
 
 class Dataset(NamedTuple):
@@ -35,6 +43,7 @@ class DataSettings:
         ),
         metavar="NAME",
         nargs="+",
+        names="dataset_name train_file",
     )
     include: str | None = flag(
         None,
@@ -42,7 +51,9 @@ class DataSettings:
         "files of a folder to read, such as 'books/*.md,*.txt' (default: all)",
         metavar="PATTERNS",
     )
-    dataset_config: str | None = flag(None, flag_types.label, "configuration name of a hub dataset")
+    dataset_config: str | None = flag(
+        None, flag_types.label, "configuration name of a hub dataset", names="dataset_config_name"
+    )
     dataset_revision: str | None = flag(
         None,
         flag_types.label,
@@ -54,17 +65,22 @@ class DataSettings:
         flag_types.label,
         "split of a hub dataset to train on, also as 'train[:10%]' (default: train)",
         metavar="SPLIT",
+        names="dataset_train_split",
     )
     eval_split: str | None = flag(
         None,
         flag_types.label,
         "split of a hub dataset to evaluate on (default: validation, if there is one)",
         metavar="SPLIT",
+        names="dataset_test_split",
+        effect=EVALUATIONS,
     )
     text_column: str | None = flag(
         None,
         flag_types.label,
         "column or key of the text (default: recognized by the row's keys, else text)",
+        names="dataset_text_field",
+        excludes="prompt_column completion_column",
     )
     prompt_column: str | None = flag(None, flag_types.label, "column or key of the prompt")
     completion_column: str | None = flag(
@@ -75,12 +91,16 @@ class DataSettings:
         flag_types.place,
         "file or folder to evaluate on (default: the corpus's own validation split)",
         metavar="FILE",
+        excludes="validation_split eval_split",
+        effect=EVALUATIONS,
     )
     validation_split: float | None = flag(
         None,
         flag_types.probability,
         "share to hold out, 0: none (default: 0.1 without a validation split)",
         metavar="SHARE",
+        excludes="eval_split validation_split_percentage",
+        effect=ORDER,
     )
     max_bad_rows: int = flag(
         0,
@@ -93,33 +113,53 @@ class DataSettings:
         flag_types.place,
         "Jinja template of conversations (default: the tokenizer's, else a plain one)",
         metavar="FILE",
+        effect=TOKENS,
     )
     train_on: str = flag(
         "assistant",
         flag_types.choice,
         "what is trained of conversations and pairs: the assistant's messages, or all",
         choices=("assistant", "all"),
+        effect=TOKENS,
     )
-    streaming: bool = switch(False, "read and tokenize while training; needs --max_steps")
+    # The length of a stream is not known in advance.
+    streaming: bool = switch(
+        False,
+        "read and tokenize while training; needs --max_steps",
+        excludes="epochs num_samples eval_split validation_split validation_split_percentage",
+        needs="max_steps",
+        effect=ORDER,
+    )
     shuffle_buffer: int = flag(
         1000,
         flag_types.positive_int,
         "sequences among which --streaming shuffles, over all ranks",
         metavar="N",
+        effect=ORDER,
     )
     seq_length: int | None = flag(
         None,
         flag_types.block_length,
         "tokens in a sequence (default: 512, tiny-gpt2 256, or the model's most)",
+        names="block_size max_seq_length max_length",
+        effect=SEQUENCES,
     )
     isolate_documents: bool = switch(
-        False, "tokens attend to their own document only (default: to all earlier ones)"
+        False,
+        "tokens attend to their own document only (default: to all earlier ones)",
+        effect=SEQUENCES,
     )
     packing: bool = switch(
-        False, "put several conversations or pairs into a sequence; each attends to itself only"
+        False,
+        "put several conversations or pairs into a sequence; each attends to itself only",
+        effect=SEQUENCES,
     )
     num_samples: int | None = flag(
-        None, flag_types.tokens, "sequences to train on, over all ranks (default: all)"
+        None,
+        flag_types.tokens,
+        "sequences to train on, over all ranks (default: all)",
+        names="max_train_samples data_size",
+        effect=ORDER,
     )
     cache_dir: str | None = flag(
         None,

@@ -14,11 +14,17 @@ class DebugSettings:
     title: ClassVar[str] = "Debugging"
 
     profile_memory: bool = switch(False, "show memory after each phase and by kind of state")
+    # A simulation trains no model.
     simulate_gpus: int | None = flag(
         None,
         flag_types.ranks,
         "measure the memory of rank 0 of N in one process, in 3 steps without losses",
         metavar="N",
+        excludes=(
+            "resume save_every save_epochs eval_only eval_first generate "
+            "export_hf merge_lora push_to_hub eval_every "
+            "generate_every_eval early_stopping_patience load_best_at_end"
+        ),
     )
     memory_snapshot: str | None = flag(
         None,
@@ -27,6 +33,10 @@ class DebugSettings:
         metavar="FILE",
     )
     profile: str | None = flag(
-        None, flag_types.place, "write a trace of 3 steps, for ui.perfetto.dev", metavar="DIR"
+        None,
+        flag_types.place,
+        "write a trace of 3 steps, for ui.perfetto.dev",
+        metavar="DIR",
+        excludes="profile_memory simulate_gpus",
     )
     verbose: bool = switch(False, "show third-party messages and tracebacks")

@@ -1,4 +1,8 @@
-"""A setting of a section: a field of a dataclass, with its flag, type, default and help."""
+"""A setting of a section: a field of a dataclass, with all that is known of its flag.
+
+The parser, the checks of flags, the comparison of runs, the resume and the documents are built from
+these fields.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,74 @@ from typing import Any, ClassVar, Protocol
 from distributed_training.settings import flag_types
 
 COMPUTED = object()  # a default that depends on other flags: cli/parse.py computes it
+# What a setting can change in a run.
+MODEL, TOKENS, ORDER = "the model", "the tokens", "the order of the data"
+SEQUENCES, DROPPED = "the sequences", "the dropped elements"
+RATE, UPDATES = "the learning rate", "the updates"
+ROUNDING, EVALUATIONS = "rounding", "evaluations"
 
 
-def flag(default: object, kind: Callable[[str], object], text: str, **options: object) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a flag besides its type and default; see `flag`."""
+
+    names: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    needs: str | None = None
+    effect: str | None = None
+    reported_at_resume: bool = False
+    used_by: str | None = None
+
+
+def flag(
+    default: object,
+    kind: Callable[[str], object],
+    text: str,
+    *,
+    names: str = "",
+    excludes: str = "",
+    needs: str | None = None,
+    effect: str | None = None,
+    reported_at_resume: bool = False,
+    used_by: str | None = None,
+    **options: object,
+) -> Any:
     """Return a field with the flag --NAME, NAME being the name of the field.
 
     Args:
         default: the value without the flag. With COMPUTED the section cannot be created without it.
         kind: converts the text of a value, or raises argparse.ArgumentTypeError; see flag_types.
         text: the help.
+        names: its names in other trainers, separated by spaces; the values are the same.
+        excludes: flags that cannot be used with it; of a switch that is on by default: with its
+            --no_NAME.
+        needs: the flag that it needs.
+        effect: what it can change in a run, such as UPDATES, for the comparison of runs; None:
+            nothing that a loss shows.
+        reported_at_resume: whether a resumed run says that it has changed. Another seed, length of
+            sequences or data is refused (checkpoints/signature.py).
+        used_by: the only runs in which it has an effect; in others a line says that it has none.
         options: others of argparse's `add_argument`: metavar, choices, nargs, const, and the action
             "append" for a flag that may be repeated, whose value is a tuple.
     """
+    others, excluded = tuple(names.split()), tuple(excludes.split())
+    facts = Facts(others, excluded, needs, effect, reported_at_resume, used_by)
     of_parser = None if default is COMPUTED else default
     metadata = {"default": of_parser, "type": kind, "help": text, "options": options}
+    metadata["facts"] = facts
     if default is COMPUTED:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def switch(default: bool, text: str) -> Any:
+def switch(default: bool, text: str, **facts: Any) -> Any:
     """Return a field with the flags --NAME and --no_NAME.
 
     Args:
         text: the help of the one that changes the default.
+        facts: see `flag`.
     """
-    return flag(default, flag_types.boolean, text)
+    return flag(default, flag_types.boolean, text, **facts)
 
 
 class Section(Protocol):

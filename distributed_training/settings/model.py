@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from distributed_training.known_models import EMBEDDED_MODEL
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import flag, switch
+from distributed_training.settings.fields import DROPPED, MODEL, ROUNDING, flag, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,49 +21,101 @@ class ModelSettings:
             "tiny-gpt2 (embedded, needs no network), gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
             "another causal language model on the Hugging Face hub, or a local folder"
         ),
+        names="model_name_or_path model_name",
+        effect=MODEL,
     )
     model_revision: str | None = flag(
         None,
         flag_types.label,
         "branch, tag or commit of a model on the hub (default: main)",
         metavar="REV",
+        effect=MODEL,
     )
     from_scratch: bool = switch(
-        False, "take the architecture only; random weights drawn from --seed"
+        False,
+        "take the architecture only; random weights drawn from --seed",
+        effect=MODEL,
+        reported_at_resume=True,
     )
     dropout: float | None = flag(
-        None, flag_types.probability, "dropout probability (default: the model's own)"
+        None,
+        flag_types.probability,
+        "dropout probability (default: the model's own)",
+        effect=DROPPED,
+        reported_at_resume=True,
     )
     fused_gelu: bool = switch(
-        True, "compute GPT-2's activation as gelu_new, not as the same function in one kernel"
+        True,
+        "compute GPT-2's activation as gelu_new, not as the same function in one kernel",
+        effect=ROUNDING,
+        reported_at_resume=True,
     )
     gradient_checkpointing: bool = switch(
-        False, "recompute activations in the backward pass to save memory"
+        False,
+        "recompute activations in the backward pass to save memory",
+        names="activation_checkpointing",
+        effect=ROUNDING,
     )
     lora_r: int | None = flag(
         None,
         flag_types.rank_of_adapters,
         "train adapters of this rank (LoRA) only (default: train the whole model)",
         metavar="R",
+        effect=MODEL,
     )
     lora_alpha: float | None = flag(
-        None, flag_types.positive_float, "scale adapters by A / R (default: 2 R)", metavar="A"
+        None,
+        flag_types.positive_float,
+        "scale adapters by A / R (default: 2 R)",
+        metavar="A",
+        needs="lora_r",
+        effect=MODEL,
     )
-    lora_dropout: float = flag(0.0, flag_types.probability, "dropout before the adapters")
-    lora_rslora: bool = switch(False, "scale adapters by A / √R instead of A / R (rsLoRA)")
+    lora_dropout: float = flag(
+        0.0,
+        flag_types.probability,
+        "dropout before the adapters",
+        needs="lora_r",
+        effect=DROPPED,
+        reported_at_resume=True,
+    )
+    lora_rslora: bool = switch(
+        False,
+        "scale adapters by A / √R instead of A / R (rsLoRA)",
+        names="use_rslora",
+        needs="lora_r",
+        effect=MODEL,
+    )
     lora_dora: bool = switch(
-        False, "also train the magnitude of each output of the adapted layers (DoRA)"
+        False,
+        "also train the magnitude of each output of the adapted layers (DoRA)",
+        names="use_dora",
+        needs="lora_r",
+        effect=MODEL,
     )
     lora_targets: str | None = flag(
         None,
         flag_types.label,
         "ends of the names of layers, or all-linear (default: the architecture's usual)",
         metavar="LIST",
+        names="lora_target_modules",
+        needs="lora_r",
+        effect=MODEL,
     )
     merge_lora: bool = switch(
-        False, "export the whole model with the adapters added, instead of the adapters"
+        False,
+        "export the whole model with the adapters added, instead of the adapters",
+        needs="lora_r",
     )
     load_in_4bit: bool = switch(
-        False, "keep frozen weights in 4 bits (QLoRA); needs --lora_r and bitsandbytes"
+        False,
+        "keep frozen weights in 4 bits (QLoRA); needs --lora_r and bitsandbytes",
+        needs="lora_r",
+        effect=MODEL,
     )
-    compile: bool = switch(False, "compile the transformer blocks and the loss with torch.compile")
+    compile: bool = switch(
+        False,
+        "compile the transformer blocks and the loss with torch.compile",
+        names="torch_compile",
+        effect=ROUNDING,
+    )

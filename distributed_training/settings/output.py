@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import flag, switch
+from distributed_training.settings.fields import ROUNDING, flag, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,16 @@ class OutputSettings:
         None, flag_types.place, "folder of the results (default: runs/<model>-<strategy>-<time>)"
     )
     overwrite: bool = switch(
-        False, "replace another run's results in --output_dir, or what is in --export_hf"
+        False,
+        "replace another run's results in --output_dir, or what is in --export_hf",
+        names="overwrite_output_dir",
     )
     save_every: int | None = flag(
-        None, flag_types.steps, "save a checkpoint every N steps (default: never)", metavar="N"
+        None,
+        flag_types.steps,
+        "save a checkpoint every N steps (default: never)",
+        metavar="N",
+        names="save_steps",
     )
     save_epochs: bool = switch(False, "write a checkpoint at the end of each epoch")
     keep_last: int | None = flag(
@@ -28,8 +34,13 @@ class OutputSettings:
         flag_types.positive_int,
         "keep the newest K checkpoints only (default: all)",
         metavar="K",
+        names="save_total_limit",
     )
-    no_save: bool = switch(False, "write no checkpoint, not even when a signal stops the run")
+    no_save: bool = switch(
+        False,
+        "write no checkpoint, not even when a signal stops the run",
+        excludes="save_every save_epochs load_best_at_end",
+    )
     resume: str | None = flag(
         None,
         flag_types.checkpoint,
@@ -37,9 +48,14 @@ class OutputSettings:
         metavar="PATH",
         nargs="?",
         const="true",
+        names="resume_from_checkpoint",
+        effect=ROUNDING,
     )
     resume_force: bool = switch(
-        False, "resume although the text, the batch or the seed has changed"
+        False,
+        "resume although the text, the batch or the seed has changed",
+        needs="resume",
+        effect=ROUNDING,
     )
     export_hf: str | None = flag(
         None,
@@ -47,7 +63,11 @@ class OutputSettings:
         "where the trained model goes, for from_pretrained (default: hf in --output_dir)",
         metavar="DIR",
     )
-    no_export: bool = switch(False, "do not write the trained model")
+    no_export: bool = switch(
+        False,
+        "do not write the trained model",
+        excludes="export_hf export_dtype merge_lora push_to_hub",
+    )
     export_dtype: str = flag(
         "fp32",
         flag_types.choice,
@@ -60,8 +80,12 @@ class OutputSettings:
         flag_types.label,
         "repository to push to (default: the name of --output_dir)",
         metavar="NAME",
+        names="push_to_hub_model_id",
+        needs="push_to_hub",
     )
-    hub_private_repo: bool = switch(False, "create that repository as a private one")
+    hub_private_repo: bool = switch(
+        False, "create that repository as a private one", needs="push_to_hub"
+    )
     generate: tuple[str, ...] = flag(
         (),
         str,
@@ -81,6 +105,7 @@ class OutputSettings:
         flag_types.place,
         "files of --report_to tensorboard (default: tensorboard in --output_dir)",
         metavar="DIR",
+        used_by="--report_to tensorboard",
     )
     run_name: str | None = flag(
         None, flag_types.label, "name of the run in the trackers", metavar="NAME"

@@ -10,7 +10,7 @@ from distributed_training.settings.cluster import ClusterSettings
 from distributed_training.settings.command import CommandSettings, RunFileSettings
 from distributed_training.settings.data import DataSettings
 from distributed_training.settings.debug import DebugSettings
-from distributed_training.settings.fields import Section, flags_of
+from distributed_training.settings.fields import Facts, Section, flags_of
 from distributed_training.settings.model import ModelSettings
 from distributed_training.settings.output import OutputSettings
 from distributed_training.settings.parallelism import ParallelismSettings
@@ -109,6 +109,7 @@ SECTIONS: dict[str, type[Section]] = {
     "trainer": TrainerFlags,
 }
 FLAGS = {field.name: field for section in SECTIONS.values() for field in flags_of(section)}
+FACTS: dict[str, Facts] = {name: field.metadata["facts"] for name, field in FLAGS.items()}
 SECTION_OF = {
     field.name: name for name, section in SECTIONS.items() for field in dataclasses.fields(section)
 }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import flag
+from distributed_training.settings.fields import ORDER, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,10 @@ class TrainerFlags:
 
     bf16: bool | None = flag(None, flag_types.boolean, "--precision bf16")
     fp16: bool | None = flag(None, flag_types.boolean, "--precision fp16")
-    use_cpu: bool | None = flag(None, flag_types.boolean, "--device cpu")
-    use_peft: bool | None = flag(None, flag_types.boolean, "train adapters, which needs --lora_r")
+    use_cpu: bool | None = flag(None, flag_types.boolean, "--device cpu", names="no_cuda")
+    use_peft: bool | None = flag(
+        None, flag_types.boolean, "train adapters, which needs --lora_r", needs="lora_r"
+    )
     do_train: bool | None = flag(None, flag_types.boolean, "train, as without this flag")
     do_eval: bool | None = flag(
         None, flag_types.boolean, "evaluate; without --do_train, do not train (--eval_only)"
@@ -26,6 +28,7 @@ class TrainerFlags:
         flag_types.choice,
         "steps: --eval_every 500. no: --no_eval, unless with --do_eval",
         choices=("no", "steps", "epoch"),
+        names="evaluation_strategy",
     )
     save_strategy: str | None = flag(
         None,
@@ -38,6 +41,7 @@ class TrainerFlags:
         flag_types.whole(1, 99),
         "--validation_split N/100, without a validation split",
         metavar="N",
+        effect=ORDER,
     )
     deepspeed: str | bool | None = flag(
         None,
@@ -46,6 +50,7 @@ class TrainerFlags:
         metavar="FILE",
         nargs="?",
         const="true",
+        names="use_deepspeed",
     )
     fsdp: str | None = flag(
         None,
@@ -54,4 +59,5 @@ class TrainerFlags:
         metavar="OPTIONS",
         nargs="?",
         const="true",
+        names="use_fsdp",
     )

@@ -5,7 +5,16 @@ from typing import ClassVar
 
 from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import COMPUTED, flag, switch
+from distributed_training.settings.fields import (
+    COMPUTED,
+    EVALUATIONS,
+    ORDER,
+    RATE,
+    ROUNDING,
+    UPDATES,
+    flag,
+    switch,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +28,9 @@ class TrainingSettings:
         flag_types.batch_or_auto,
         "sequences per GPU in a micro-batch; auto: as many as fit, see --global_batch_size",
         metavar="N",
+        names="per_device_train_batch_size micro_batch_size",
+        effect=ROUNDING,
+        reported_at_resume=True,
     )
     global_batch_size: int | None = flag(
         None,
@@ -31,6 +43,8 @@ class TrainingSettings:
         flag_types.batch,
         "sequences per GPU in a batch of an evaluation (default: --batch_size)",
         metavar="N",
+        names="per_device_eval_batch_size",
+        effect=EVALUATIONS,
     )
     rank_shares: tuple[float, ...] | str | None = flag(
         None,
@@ -38,44 +52,97 @@ class TrainingSettings:
         "unequal GPUs: the share of each rank (or of the ranks of each node) in a micro-batch of "
         "--batch_size × ranks, such as 3,2,1; auto: measure and choose (default: equal)",
         metavar="LIST",
+        effect=ROUNDING,
     )
-    gradient_accumulation_steps: int = flag(1, flag_types.batch, "micro-batches per optimizer step")
+    gradient_accumulation_steps: int = flag(
+        1,
+        flag_types.batch,
+        "micro-batches per optimizer step",
+        effect=ROUNDING,
+        reported_at_resume=True,
+    )
     auto_micro_batch: bool = switch(
         False, "if memory runs out at the start, halve --batch_size, double accumulation"
     )
     epochs: int | None = flag(
-        None, flag_types.epochs, "passes over the data (default: 1, or what --max_steps needs)"
+        None,
+        flag_types.epochs,
+        "passes over the data (default: 1, or what --max_steps needs)",
+        names="num_train_epochs num_epochs",
+        effect=RATE,
+        reported_at_resume=True,
     )
-    max_steps: int | None = flag(None, flag_types.max_steps, "stop after this many optimizer steps")
+    max_steps: int | None = flag(
+        None,
+        flag_types.max_steps,
+        "stop after this many optimizer steps",
+        effect=RATE,
+        reported_at_resume=True,
+    )
     skip_steps: tuple[int, ...] = flag(
         (),
         flag_types.list_of_steps,
         "optimizer steps, such as 1234,1300, whose batches are not trained on",
         metavar="LIST",
+        effect=UPDATES,
     )
     lr: float = flag(
         COMPUTED,
         flag_types.real(1000),
         "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)",
+        names="learning_rate",
+        effect=RATE,
+        reported_at_resume=True,
     )
     lr_scheduler: str = flag(
         "linear",
         flag_types.choice,
         "decay after warm-up; wsd: stable until the last --decay_ratio of the steps",
         choices=("linear", "cosine", "constant", "wsd"),
+        names="lr_scheduler_type",
+        effect=RATE,
+        reported_at_resume=True,
     )
     decay_ratio: float = flag(
-        0.1, flag_types.real(1), "wsd: the decay as a share of all steps, rounded up"
+        0.1,
+        flag_types.real(1),
+        "wsd: the decay as a share of all steps, rounded up",
+        effect=RATE,
+        reported_at_resume=True,
+        used_by="--lr_scheduler wsd",
     )
     decay_type: str = flag(
-        "linear", flag_types.choice, "wsd: the form of the decay", choices=("linear", "1-sqrt")
+        "linear",
+        flag_types.choice,
+        "wsd: the form of the decay",
+        choices=("linear", "1-sqrt"),
+        effect=RATE,
+        reported_at_resume=True,
+        used_by="--lr_scheduler wsd",
     )
-    min_lr_ratio: float = flag(0.0, flag_types.probability, "share of --lr at which the decay ends")
+    min_lr_ratio: float = flag(
+        0.0,
+        flag_types.probability,
+        "share of --lr at which the decay ends",
+        effect=RATE,
+        reported_at_resume=True,
+        used_by="schedules with a decay",
+    )
     warmup_steps: int = flag(
-        0, flag_types.whole(0, flag_types.MOST_STEPS), "steps of linear warm-up"
+        0,
+        flag_types.whole(0, flag_types.MOST_STEPS),
+        "steps of linear warm-up",
+        names="num_warmup_steps",
+        excludes="warmup_ratio",
+        effect=RATE,
+        reported_at_resume=True,
     )
     warmup_ratio: float = flag(
-        0.0, flag_types.real(1, zero=True), "warm-up as a share of all steps, rounded up"
+        0.0,
+        flag_types.real(1, zero=True),
+        "warm-up as a share of all steps, rounded up",
+        effect=RATE,
+        reported_at_resume=True,
     )
     optim: str = flag(
         "adamw",
@@ -83,51 +150,110 @@ class TrainingSettings:
         "adamw, adamw_8bit (bitsandbytes), adafactor, muon, sgd, or Trainer's name of one of them",
         metavar="NAME",
         choices=tuple(OPTIMIZERS),
+        effect=UPDATES,
+        reported_at_resume=True,
     )
-    adam_beta1: float = flag(0.9, flag_types.probability, "AdamW's decay of the first moment")
-    adam_beta2: float = flag(0.999, flag_types.probability, "AdamW's decay of the second moment")
-    adam_epsilon: float = flag(1e-08, flag_types.positive_float, "AdamW's epsilon")
-    weight_decay: float = flag(0.01, flag_types.natural_float, "none on biases and norms")
+    adam_beta1: float = flag(
+        0.9,
+        flag_types.probability,
+        "AdamW's decay of the first moment",
+        effect=UPDATES,
+        reported_at_resume=True,
+    )
+    adam_beta2: float = flag(
+        0.999,
+        flag_types.probability,
+        "AdamW's decay of the second moment",
+        effect=UPDATES,
+        reported_at_resume=True,
+    )
+    adam_epsilon: float = flag(
+        1e-08, flag_types.positive_float, "AdamW's epsilon", effect=UPDATES, reported_at_resume=True
+    )
+    weight_decay: float = flag(
+        0.01,
+        flag_types.natural_float,
+        "none on biases and norms",
+        effect=UPDATES,
+        reported_at_resume=True,
+    )
     max_grad_norm: float = flag(
-        1.0, flag_types.natural_float, "clip the gradient's norm; 0 = never"
+        1.0,
+        flag_types.natural_float,
+        "clip the gradient's norm; 0 = never",
+        effect=UPDATES,
+        reported_at_resume=True,
     )
     device: str = flag(
         "auto",
         flag_types.choice,
         "auto: the GPUs if there are any. cpu: train on the CPU, also if there are GPUs",
         choices=("auto", "cpu"),
+        effect=ROUNDING,
     )
     precision: str = flag(
         "auto",
         flag_types.precision,
         "auto: bf16 where the device does it well, fp16 on older GPUs, else fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
+        names="mixed_precision",
+        effect=ROUNDING,
     )
-    seed: int = flag(42, flag_types.whole(0, 2**63 - 1), "weights, order of the data, dropout")
-    deterministic: bool = switch(False, "only deterministic kernels (slower)")
-    eval: bool = switch(True, "no evaluation (default: after each epoch)")
-    eval_first: bool = switch(False, "also evaluate before training")
-    eval_only: bool = switch(False, "evaluate and do not train")
+    seed: int = flag(
+        42, flag_types.whole(0, 2**63 - 1), "weights, order of the data, dropout", effect=ORDER
+    )
+    deterministic: bool = switch(
+        False, "only deterministic kernels (slower)", names="full_determinism", effect=ROUNDING
+    )
+    eval: bool = switch(
+        True,
+        "no evaluation (default: after each epoch)",
+        excludes="eval_every generate_every_eval early_stopping_patience load_best_at_end",
+        effect=EVALUATIONS,
+    )
+    eval_first: bool = switch(
+        False, "also evaluate before training", names="eval_on_start", effect=EVALUATIONS
+    )
+    eval_only: bool = switch(
+        False,
+        "evaluate and do not train",
+        excludes=(
+            "no_eval save_every save_epochs resume auto_micro_batch lora_r "
+            "export_hf export_dtype push_to_hub eval_every "
+            "generate_every_eval early_stopping_patience load_best_at_end"
+        ),
+        effect=EVALUATIONS,
+    )
     eval_every: int | None = flag(
         None,
         flag_types.steps,
         "evaluate every N optimizer steps and at the end, instead of after each epoch",
         metavar="N",
+        names="eval_steps",
+        effect=EVALUATIONS,
     )
     generate_every_eval: bool = switch(
-        False, "continue the texts of --generate after each evaluation as well"
+        False, "continue the texts of --generate after each evaluation as well", needs="generate"
     )
     early_stopping_patience: int | None = flag(
         None,
         flag_types.positive_int,
         "stop after K evaluations without improvement (default: never)",
         metavar="K",
+        effect=EVALUATIONS,
     )
     load_best_at_end: bool = switch(
-        False, "end with the weights of the best evaluation (default: the last)"
+        False,
+        "end with the weights of the best evaluation (default: the last)",
+        names="load_best_model_at_end",
+        effect=EVALUATIONS,
     )
     eval_samples: int | None = flag(
-        None, flag_types.tokens, "sequences to evaluate (default: --num_samples, else all)"
+        None,
+        flag_types.tokens,
+        "sequences to evaluate (default: --num_samples, else all)",
+        names="max_eval_samples",
+        effect=EVALUATIONS,
     )
 
     def global_batch(self, world_size: int) -> int:

@@ -77,8 +77,19 @@ def test_a_setting_is_a_flag_and_a_key_of_a_run_file(tmp_path):
     assert "label_smoothing: 0.1  # " in run([*command, "--print_config"]).stdout
     given = run([*command, "--label_smoothing=.2", "--print_config"]).stdout
     assert "label_smoothing: 0.2  # --label_smoothing" in given
-    help_of_flag = r"--label_smoothing LABEL_SMOOTHING\s+share of the target"
+    help_of_flag = r"--label_smoothing, --label_smoothing_factor \w+\s+share of the target"
     assert re.search(help_of_flag, run([*command, "--help"]).stdout)
+    given = run([*command, "--label_smoothing_factor=.3", "--print_config"]).stdout
+    assert "label_smoothing: 0.3  # --label_smoothing_factor" in given
+    both = [*command, "--simulate_gpus", "2"]
+    refused = subprocess.run(both, cwd=copy, capture_output=True, text=True)
+    assert refused.returncode == 2 and "--label_smoothing and --simulate_gpus" in refused.stderr
+    program = (
+        "from distributed_training.records.causes import EFFECT_OF; "
+        "from distributed_training.checkpoints.signature import INFORMATIONAL_FLAGS; "
+        "print(EFFECT_OF['label_smoothing'], 'label_smoothing' in INFORMATIONAL_FLAGS)"
+    )
+    assert run([sys.executable, "-c", program]).stdout == "the updates True\n"
 
 
 @pytest.mark.slow
