@@ -33,4 +33,4 @@ def command_of(program: str) -> str:
 
 def name_of(program: str) -> str:
     """Return the name of a program for its --help: in a clone that of its file."""
-    return COMMANDS.get(program, program) if INSTALLED else Path(program).name
+    return (INSTALLED and COMMANDS.get(program)) or Path(program).name

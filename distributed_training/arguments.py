@@ -2,7 +2,7 @@
 
 import os
 from numbers import Integral, Real
-from pathlib import Path
+from typing import cast
 
 from distributed_training.errors import UserError
 from distributed_training.files.user_files import shown
@@ -16,8 +16,9 @@ def number(name: str, value: object, low: float, high: float, unit: str = "") ->
     Raises:
         UserError: it is not a number from `low` to `high`; nan is not.
     """
-    if isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high:
-        return float(value)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and low <= cast(float, value) <= high:
+        return float(cast(float, value))
     raise UserError(f"{name}={shown(repr(value))} is not a number from {low:g} to {high:g}{unit}.")
 
 
@@ -27,17 +28,18 @@ def whole(name: str, value: object, low: int, high: int) -> int:
     Raises:
         UserError: it is not a whole number from `low` to `high`.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high:
-        return int(value)
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if is_whole and low <= cast(int, value) <= high:
+        return int(cast(int, value))
     raise UserError(f"{name}={shown(repr(value))} is not a whole number from {low} to {high:,}.")
 
 
-def path(name: str, value: object) -> Path:
-    """Return the value of an argument as a path.
+def path(name: str, value: object) -> str:
+    """Return the value of an argument as text, as it is given: "./gpt2" is a folder, "gpt2" a name.
 
     Raises:
         UserError: it is neither text nor a path.
     """
     if isinstance(value, str | os.PathLike):
-        return Path(value)
-    raise UserError(f"{name}={shown(repr(value))} is not a path: give one folder as text.")
+        return os.fspath(value)
+    raise UserError(f"{name}={shown(repr(value))} is neither text nor a path.")

@@ -295,6 +295,19 @@ def explain(error: BaseException) -> UserError:
     return shown
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Convert the errors of libraries for which ADVICE has a row; others stay themselves."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if known := look_up(error):
+            raise known from error
+        raise
+
+
 LESS_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, "
     "--gradient_checkpointing, a shorter --seq_length, or a strategy that shards more "

@@ -137,8 +137,8 @@ class Plan:
         if device is not None:
             if not isinstance(device, str):
                 raise UserError('device is the name of a GPU, such as "A100".')
-            if mfu is not None and not arguments.number("mfu", mfu, 0, 1):
-                raise UserError("mfu is a share of the peak FLOP/s above 0.")
+            if mfu is not None:
+                arguments.number("mfu", mfu, 1e-6, 1, " of the peak FLOP/s")
             rate = assumed_rate(device, mfu, self.workload)
         else:
             given = arguments.number("tokens_per_second", tokens_per_second, 1e-9, LARGEST_RATE)
@@ -198,7 +198,7 @@ def plan(
         flags["strategy"] = strategy
     _check_flags(flags)
     if not isinstance(model, Settings):
-        model = resolve_settings({"model": str(arguments.path("model", model))})
+        model = resolve_settings({"model": arguments.path("model", model)})
     settings = change_settings(model, flags, world_size=gpus)
     work = _workload(settings, gpus)
     limits = _limits(work.device, gpu_memory, host_memory, ranks_of_node(gpus, gpus_per_node))
@@ -207,10 +207,10 @@ def plan(
 
 
 def _check_flags(flags: JsonObject) -> None:
-    """Refuse what a plan calls by another name.
+    """Refuse flags that a plan has under another name, or answers itself.
 
     Raises:
-        UserError: the flags have such a name or value.
+        UserError: there is such a flag, or the strategy is not given by its name.
     """
     for name in NAMES_OF_GPUS:
         if name in flags:

@@ -64,11 +64,11 @@ class Contents(NamedTuple):
         }
 
     def write_whole(self, folder: Path) -> None:
-        """Write what is not divided into pieces: the model's description, buffers, Adafactor."""
+        """Write what has no pieces: description, buffers, states of whole parameters."""
         self.spec.describe(folder / "model")
         buffers = {} if self.spec.lora else persistent_buffers(self.objects.module)
         states = self.shards.whole_states()
-        for tensors, name in ((buffers, files.BUFFERS), (states, files.ADAFACTOR_STATES)):
+        for tensors, name in ((buffers, files.BUFFERS), (states, files.WHOLE_STATES)):
             if tensors:
                 on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}
                 save_file(on_host, folder / name)
@@ -78,8 +78,8 @@ class Contents(NamedTuple):
         from distributed_training.checkpoints.loading import check_shapes, read_shards
 
         check_shapes(path, manifest, self.shards)
-        if files.ADAFACTOR_STATES in manifest["files"]:
-            self.shards.set_whole_states(load_file(path / files.ADAFACTOR_STATES))
+        if files.WHOLE_STATES in manifest["files"]:
+            self.shards.set_whole_states(load_file(path / files.WHOLE_STATES))
         read_shards(path, manifest, self.shards)
         saved = load_file(path / files.BUFFERS) if files.BUFFERS in manifest["files"] else {}
         for name, buffer in self.objects.module.named_buffers():

@@ -23,7 +23,7 @@ from distributed_training.checkpoints.format import BUFFERS, kinds_of, write_man
 from distributed_training.checkpoints.loading import PieceReader
 from distributed_training.checkpoints.saving import PieceWriter
 from distributed_training.checkpoints.verify import open_checkpoint
-from distributed_training.errors import UserError, look_up
+from distributed_training.errors import UserError, explained
 from distributed_training.files.atomic import finish_folder, start_folder
 from distributed_training.files.safetensors_writer import WeightFiles
 from distributed_training.files.user_files import shown
@@ -40,8 +40,8 @@ class OwnCheckpoint:
     """A checkpoint of this project whose tensors are read whole, after a check of all files.
 
     Attributes:
-        kinds: "weight", and after the first update of Adam or Muon also the moments.
-        adam_step: number of updates that Adam has made; 0 without moments.
+        kinds: "weight", and after the first update also the moments of the optimizer.
+        adam_step: number of updates that the optimizer has counted; 0 without moments.
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +49,7 @@ class OwnCheckpoint:
         self.shapes = {name: tuple(shape) for name, shape in self.manifest["shapes"].items()}
         kinds = {kind: None for piece in self.manifest["pieces"] for kind in kinds_of(piece)}
         # Adafactor counts its updates as well, but has no moments that another program could use.
-        self.adam_step = self.manifest["adam_step"] if {*MOMENTS} <= kinds.keys() else 0
+        self.adam_step = self.manifest["adam_step"] if kinds.keys() - {"weight"} else 0
         self.kinds = ("weight", *(kind for kind in kinds if kind != "weight"))
         self._reader = PieceReader(self.folder, self.manifest)
 
@@ -82,7 +82,8 @@ def convert_checkpoint(
         target: the new folder.
         to: "hf": the model for `from_pretrained`, or adapters for peft; "torch": model.pt,
             {name: weight}, and optimizer.pt, {"step": int, "exp_avg": {name: tensor},
-            "exp_avg_sq": {name: tensor}}, in fp32; "checkpoint": for --resume.
+            "exp_avg_sq": {name: tensor}}, in fp32, after Muon also "momentum_buffer"; "checkpoint":
+            for --resume.
         dtype: of the weights of "hf": "fp32", "bf16" or "fp16".
         max_shard_size: largest size of a file of the weights of "hf", such as "500MB".
         trust_checkpoint: load a checkpoint of DeepSpeed or FSDP, although that executes the code
@@ -94,9 +95,10 @@ def convert_checkpoint(
             argument is unknown. Nothing remains of the target.
     """
     for name, value, known in (("to", to, FORMATS), ("dtype", dtype, DTYPES)):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise UserError(f"{name}={shown(repr(value))} is not one of {', '.join(known)}.")
-    source, target = arguments.path("source", source), arguments.path("target", target)
+    source = Path(arguments.path("source", source))
+    target = Path(arguments.path("target", target))
     if not source.is_dir():
         raise UserError(f"{source}: no such folder.")
 
@@ -109,12 +111,8 @@ def convert_checkpoint(
         else:
             write_torch(OwnCheckpoint(source), folder)
 
-    try:
+    with explained():  # a full disk, for example
         return write_folder(target, write)
-    except Exception as error:
-        if known_error := look_up(error):  # a full disk, for example
-            raise known_error from error
-        raise
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> Path:

@@ -13,10 +13,10 @@ from distributed_training.files.json_types import JsonObject
 
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW
 MOMENTUM = "momentum_buffer"  # the kind that a matrix of Muon has instead of the last two
 BUFFERS = "model/buffers.safetensors"
-ADAFACTOR_STATES = "optimizer.safetensors"  # they have no element for each weight
+WHOLE_STATES = "optimizer.safetensors"  # have no element for each weight: Adafactor's
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -28,7 +28,7 @@ class PieceWriter:
         self.pieces: list[dict] = []
         self.files: dict[str, dict] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._room = self._capacity = PIECE_FILE_BYTES // (4 * len(KINDS))  # elements in fp32
+        self._room = PIECE_FILE_BYTES  # bytes that are left in the file
 
     def add(self, name: str, start: int, tensors: dict[str, torch.Tensor]) -> None:
         """Add consecutive elements of a parameter, which may be distributed over several files.
@@ -38,16 +38,20 @@ class PieceWriter:
             tensors: by kind (see format.kinds_of), of shape [number of elements].
         """
         numel, begin = tensors["weight"].numel(), 0
+        # In fp32. Elements without moments have room for them, as in files of earlier versions.
+        element = 4 * max(len(tensors), len(KINDS))
         while begin < numel:
-            end = min(numel, begin + self._room)
+            if self._room < element:
+                self.flush()
+            end = min(numel, begin + self._room // element)
             piece = {"name": name, "start": start + begin, "numel": end - begin}
             self.pieces.append({**piece, **kinds_entry(tensors), "file": self._file})
             for kind, flat in tensors.items():
                 part = flat[begin:end].detach().to("cpu", torch.float32, copy=True)
                 self._tensors[f"{name}@{start + begin}/{kind}"] = part
-            self._room -= end - begin
+            self._room -= element * (end - begin)
             begin = end
-            if self._room == 0:
+            if self._room < element:
                 self.flush()
 
     @property
@@ -60,7 +64,7 @@ class PieceWriter:
             path = self.folder / self._file
             save_file(self._tensors, path)
             self.files[path.name] = file_entry(path)
-            self._tensors, self._room = {}, self._capacity
+            self._tensors, self._room = {}, PIECE_FILE_BYTES
 
 
 def write_shards(writer: PieceWriter, state: ShardedState, world_size: int) -> None:

@@ -116,7 +116,7 @@ def download_config(model: str, known: Iterable[str]) -> str:
         if isinstance(cached := try_to_load_from_cache(model, "config.json"), str):
             return cached
     reason = "HF_HUB_OFFLINE is set" if is_set_offline() else f"{hub} cannot be reached"
-    raise UserError(f"{problem}, {reason}, and its cache does not have the model. {names}")
+    raise UserError(f"{problem}, {reason}, and the cache of the hub does not have it. {names}")
 
 
 def is_set_offline() -> bool:

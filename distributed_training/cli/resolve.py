@@ -60,6 +60,9 @@ def _read_given(flags: Flags) -> AsGiven:
             f"The flags are {shown(repr(flags))}: use a dictionary, or a list of arguments."
         )
     if isinstance(flags, Mapping):
+        names = [str(name).removeprefix("--") for name in flags]
+        if len({*names}) < len(names):
+            raise UserError(f"A flag is given twice, with and without --: {', '.join(names)}.")
         values = {
             str(name).removeprefix("--"): list(value) if isinstance(value, tuple) else value
             for name, value in flags.items()

@@ -38,8 +38,9 @@ class Optimizers(Mapping[str, "Optimizer"]):
         self._created: dict[str, Optimizer] = {}
 
     def __getitem__(self, name: str) -> Optimizer:
+        class_name = NAMES[name]
         if name not in self._created:
-            self._created[name] = getattr(import_module(f"{__name__}.{name}"), NAMES[name])()
+            self._created[name] = getattr(import_module(f"{__name__}.{name}"), class_name)()
         return self._created[name]
 
     def __iter__(self) -> Iterator[str]:

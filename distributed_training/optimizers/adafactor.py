@@ -27,7 +27,7 @@ class Adafactor(Optimizer):
 
     name = family = "adafactor"
 
-    def why_not(self, layout: str, states_on: str) -> str | None:
+    def why_not(self, layout: str, updates_on: str) -> str | None:
         """See the base class."""
         if layout == FLAT:
             return "DeepSpeed flattens the weights, and Adafactor needs rows and columns"

@@ -29,11 +29,11 @@ class AdamW8bit(Optimizer):
     package = "bitsandbytes"
     has_moments = True
 
-    def why_not(self, layout: str, states_on: str) -> str | None:
+    def why_not(self, layout: str, updates_on: str) -> str | None:
         """See the base class."""
         if layout == ROWS:
             return "bitsandbytes does not support FSDP2's sharded tensors"
-        if states_on != "device":
+        if updates_on != "device":
             return "the states are updated on the CPU, where DeepSpeed has its own AdamW"
         return None
 

@@ -31,7 +31,7 @@ class Muon(AdamW):
     name = family = "muon"
     in_ds_config = False
 
-    def why_not(self, layout: str, states_on: str) -> str | None:
+    def why_not(self, layout: str, updates_on: str) -> str | None:
         """See the base class."""
         if layout == FLAT:
             return "DeepSpeed flattens the weights, and Muon needs matrices: use dp or fsdp"
@@ -51,10 +51,12 @@ class Muon(AdamW):
     ) -> torch.optim.Optimizer:
         """See the base class."""
         from distributed_training.model_parts import transformer_blocks
-        from distributed_training.optimizers.muon_and_adamw import MuonAndAdamW
+        from distributed_training.optimizers import muon_and_adamw as updates
 
+        dtype = updates.common_dtype(next(model.parameters()))
         groups = separate_matrices(groups, transformer_blocks(model))
-        return MuonAndAdamW(groups, options.lr, betas_of(options), options.adam_epsilon)
+        betas, epsilon = betas_of(options), options.adam_epsilon
+        return updates.MuonAndAdamW(groups, options.lr, betas, epsilon, dtype)
 
     def state_bytes(self, sizes: list[int], work: Trained) -> int:
         """See the base class: of a shard the same part as of all parameters is in matrices."""
@@ -92,7 +94,9 @@ class Muon(AdamW):
 
     def average_of(self, group: dict) -> tuple[str, float] | None:
         """See the base class."""
-        return (MOMENTUM, DECAY) if "momentum" in group else super().average_of(group)
+        if "momentum" in group:
+            return MOMENTUM, group["momentum"]
+        return super().average_of(group)
 
 
 def separate_matrices(groups: list[dict], blocks: list[nn.Module]) -> list[dict]:

@@ -3,8 +3,8 @@
 Muon (Liu et al., arXiv 2502.16982) replaces the momentum of a matrix by the nearest matrix whose
 singular values are all equal, so that the weight moves equally far in each direction. Five
 Newton-Schulz iterations compute it, with the coefficients of torch.optim.Muon and also in bf16, or
-in fp32 on a device that only emulates bf16: there bf16 is a hundred times slower. They need the
-whole matrix: under FSDP each rank gathers the momentum, computes the whole update, and applies its
+in fp32 if a rank's device only emulates bf16, which is very slow on a CPU. They need the whole
+matrix: under FSDP each rank gathers the momentum, computes the whole update, and applies its
 own rows.
 
 The update of a matrix of A × B is scaled by 0.2 · √max(A, B): the root mean square of its elements
@@ -18,6 +18,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distributed_training.hardware import computes_bf16
 from distributed_training.model_parts import is_dtensor, local_part
@@ -32,14 +33,21 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer.
 
     Attributes:
+        dtype: of Muon's iterations.
         adamw: AdamW for the groups without "momentum"; None if there are none. It has the same
             groups and states as this optimizer.
     """
 
     def __init__(
-        self, groups: list[dict], lr: float, betas: tuple[float, float], epsilon: float
+        self,
+        groups: list[dict],
+        lr: float,
+        betas: tuple[float, float],
+        epsilon: float,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(groups, {"lr": lr})
+        self.dtype = dtype
         others = [group for group in self.param_groups if "momentum" not in group]
         self.adamw = (
             torch.optim.AdamW(others, betas=betas, eps=epsilon, fused=True) if others else None
@@ -72,20 +80,35 @@ class MuonAndAdamW(torch.optim.Optimizer):
         rows, gradient, average = map(local_part, (matrix, matrix.grad, states[MOMENTUM]))
         average.lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(average, group["momentum"])  # Nesterov's momentum
-        update = own_rows(update_of(whole(ahead, matrix), group["lr"]), matrix)
+        update = own_rows(update_of(whole(ahead, matrix), group["lr"], self.dtype), matrix)
         # With CPU offload the rows are in host memory, and the update is on the GPU.
         rows.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(rows.device))
 
 
-def update_of(momentum: torch.Tensor, lr: float) -> torch.Tensor:
+def common_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the iterations, the same on all ranks: they compute the same updates.
+
+    Args:
+        parameter: one of the model, on the device that computes, or a DTensor.
+    """
+    device = parameter.device
+    if is_dtensor(parameter):  # with CPU offload the shards are in host memory
+        device = torch.device(parameter.device_mesh.device_type)
+    has_bf16 = torch.tensor(int(computes_bf16(device)), device=device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(has_bf16, op=dist.ReduceOp.MIN)
+    return torch.bfloat16 if has_bf16.item() else torch.float32
+
+
+def update_of(momentum: torch.Tensor, lr: float, dtype: torch.dtype) -> torch.Tensor:
     """Return what Muon adds to a matrix, without weight decay, in fp32.
 
     It is that of torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
 
     Args:
         momentum: of the whole matrix, shape (A, B).
+        dtype: of the iterations.
     """
-    dtype = torch.bfloat16 if computes_bf16(momentum.device) else torch.float32
     scale = 0.2 * math.sqrt(max(momentum.shape))
     return orthogonal(momentum, dtype).to(momentum.dtype).mul_(-lr * scale)
 

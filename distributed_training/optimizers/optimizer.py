@@ -65,7 +65,7 @@ class Trained(Protocol):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the optimizer updates weights in host memory."""
+        """Whether the device is a CPU."""
 
     @property
     def has_bf16(self) -> bool:
@@ -79,9 +79,9 @@ class Optimizer:
     the optimizer of PyTorch: a parameter, a shard of it, or DeepSpeed's partition of several.
     """
 
-    name: ClassVar[str]  # of --optim
+    name: ClassVar[str] = ""  # of --optim
     # Optimizers of one family can resume each other's checkpoints. None: not one of --optim, such
-    # as one of a user's DeepSpeed file; its states are not saved.
+    # as one of a user's DeepSpeed file; a run with it cannot save.
     family: ClassVar[str | None] = None
     package: ClassVar[str | None] = None  # the package that it needs, besides the required ones
     lr: ClassVar[float | None] = None  # default learning rate; None: the default of --lr
@@ -89,12 +89,12 @@ class Optimizer:
     # Whether DeepSpeed creates it from its configuration. Else the script does, for every strategy.
     in_ds_config: ClassVar[bool] = False
 
-    def why_not(self, layout: str, states_on: str) -> str | None:
+    def why_not(self, layout: str, updates_on: str) -> str | None:
         """Return why it does not work under a strategy; None if it does.
 
         Args:
             layout: WHOLE, ROWS or FLAT.
-            states_on: where the strategy keeps the states and updates: "device", "host" or "nvme".
+            updates_on: where the strategy keeps the states: "device", "host" or "nvme".
         """
         return None
 

@@ -17,9 +17,9 @@ class SGD(Optimizer):
     name = family = "sgd"
     lr = 0.1
 
-    def why_not(self, layout: str, states_on: str) -> str | None:
+    def why_not(self, layout: str, updates_on: str) -> str | None:
         """See the base class."""
-        return "DeepSpeed reads Adam's moments from NVMe" if states_on == "nvme" else None
+        return "DeepSpeed reads Adam's moments from NVMe" if updates_on == "nvme" else None
 
     def create(
         self, groups: list[dict], model: nn.Module, options: Hyperparameters

@@ -102,7 +102,7 @@ class Comparison:
         return int(failed or self.reference is None or bool(self.departing))
 
     def __repr__(self) -> str:
-        """Return a table of the runs, and what else differs from the first one, the reference."""
+        """Return a table of the runs, and what else differs from the reference."""
         headers = ["", "run", "status", "steps", "difference", "departs at", "likely causes"]
         lines = [text_table([self._row_of(run) for run in self.runs], headers)]
         lines += [

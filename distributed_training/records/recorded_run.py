@@ -132,7 +132,7 @@ def read_run(folder: str | Path) -> RecordedRun:
     Raises:
         UserError: there is no run, or a value in results.json has another type.
     """
-    path = arguments.path("folder", folder)
+    path = Path(arguments.path("folder", folder))
     if any((path / name).exists() for name in ("results.json", "metrics.jsonl")):
         return read_folder(path)
     file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"

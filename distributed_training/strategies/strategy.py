@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed_training.errors import UserError
+from distributed_training.optimizers.optimizer import WHOLE
 
 if TYPE_CHECKING:
     import torch
@@ -55,9 +56,8 @@ class Strategy:
     engine: ClassVar[str]  # name of the engine, and of its folder
     # Python packages that it needs, besides the required ones.
     packages: ClassVar[tuple[str, ...]] = ()
-    # How it holds the fp32 weights for the optimizer: "whole", "rows" of each parameter, or "flat"
-    # partitions (optimizers/optimizer.py).
-    layout: ClassVar[str] = "whole"
+    # How it holds the fp32 weights for the optimizer, see optimizers/optimizer.py.
+    layout: ClassVar[str] = WHOLE
     # Precisions in which autocast converts fp32 weights. In others the engine converts them.
     autocast_precisions: ClassVar[frozenset[str]] = frozenset(["bf16", "fp16"])
     # Bytes of the engine's library in a process that trains on a CPU.

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distributed_training import arguments, console
-from distributed_training.errors import UserError, first_line, look_up
+from distributed_training.errors import UserError, explained, first_line
 from distributed_training.model import weights
 from distributed_training.model.config import read_config
 from distributed_training.model.generate import end_ids
@@ -34,14 +34,10 @@ def open_model(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizer
     Raises:
         UserError: there is no such model, a file is missing or damaged, or the GPU cannot be used.
     """
-    source = find_source(str(arguments.path("folder", folder)))
+    source = find_source(arguments.path("folder", folder))
     device = usable_device()
-    try:
+    with explained():  # out of memory, for example
         model, tokenizer = load(source, device, tuning.choose_precision("auto", device))
-    except Exception as error:
-        if known := look_up(error):  # out of memory, for example
-            raise known from error
-        raise
     generation = model.generation_config
     ends = sorted(end_ids(tokenizer, generation, is_chat(source, tokenizer)))
     generation.eos_token_id = ends or None

@@ -10,9 +10,10 @@ from one_rank import one_rank
 from safetensors import safe_open
 
 from distributed_training.checkpoints import loading
+from distributed_training.checkpoints.format import kinds_entry, kinds_of
 from distributed_training.checkpoints.loading import PieceReader, read_shards
 from distributed_training.checkpoints.saving import PieceWriter, write_shards
-from distributed_training.optimizers import moments_8bit
+from distributed_training.optimizers import OPTIMIZERS, moments_8bit
 from distributed_training.strategies import gradients
 from distributed_training.strategies.table import STRATEGIES
 
@@ -142,3 +143,24 @@ def test_loss_scaler_of_pytorch():
     assert second.state_dict() == saved
     gradients.load_scaler_state({"cur_scale": 64.0}, second, optimizer)  # of DeepSpeed's
     assert second.get_scale() == 64.0
+
+
+@pytest.mark.parametrize(
+    "states, entry",
+    [
+        ((), {"moments": False}),
+        (("exp_avg", "exp_avg_sq"), {"moments": True}),
+        (("momentum_buffer",), {"moments": False, "momentum": True}),
+        (("exp_avg",), {"moments": False, "kinds": ["exp_avg"]}),
+        (("exp_avg", "exp_inf"), {"moments": False, "kinds": ["exp_avg", "exp_inf"]}),
+    ],
+)
+def test_kinds_of_a_piece_are_those_that_were_saved(states, entry):
+    """The first three entries are those of earlier versions."""
+    kinds = ("weight", *states)
+    assert kinds_entry(kinds) == entry and kinds_of(entry) == kinds
+
+
+def test_the_optimizers_are_a_mapping():
+    assert "muon" in OPTIMIZERS and "moments_8bit" not in OPTIMIZERS
+    assert OPTIMIZERS.get("lion") is None and OPTIMIZERS["muon"] is OPTIMIZERS["muon"]

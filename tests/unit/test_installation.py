@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from syntax import nodes_of
 
-from distributed_training import VERSION, entry_points
+from distributed_training import VERSION, about, entry_points
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import MissingRequirement
 from distributed_training.strategies.deepspeed import requirements as requirements_of_strategy
@@ -55,6 +55,8 @@ def test_each_program_of_the_user_is_a_command(monkeypatch):
     expected = [[sys.executable, str(PROJECT / name), "--flag", "a b"] for name in programs]
     expected.append(["bash", str(PROJECT / "compare_strategies.sh"), "--flag", "a b"])
     assert sorted(called) == sorted(expected)
+    by_path = {command[1]: name for name, command in zip(COMMANDS, called, strict=True)}
+    assert by_path == {str(PROJECT / path): name for path, name in about.COMMANDS.items()}
 
 
 def test_every_package_is_installed():

@@ -1,4 +1,4 @@
-"""--optim muon: torch.optim.Muon for the matrices of the blocks, AdamW for the other parameters."""
+"""--optim muon: Muon for the matrices of the blocks, AdamW for the other parameters."""
 
 import copy
 
@@ -61,8 +61,9 @@ def test_the_matrices_of_the_blocks_are_those_of_muon(family):
 
 
 @needs_muon
-def test_updates_are_those_of_torch():
+def test_updates_are_those_of_torch(monkeypatch):
     """torch's two optimizers, each with its own parameters, for the same gradients."""
+    monkeypatch.setattr(muon, "computes_bf16", lambda device: True)
     ours = new_model()
     theirs, start = copy.deepcopy(ours), copy.deepcopy(ours)
     matrices, *others = groups_of(theirs)
@@ -84,27 +85,37 @@ def test_updates_are_those_of_torch():
 
 @needs_muon
 @pytest.mark.parametrize("shape", [(96, 32), (32, 96)])
-def test_where_bf16_is_emulated_the_iterations_are_in_fp32(monkeypatch, shape):
-    """They are those of torch.optim.Muon in fp32. In bf16 one on AVX2 takes 300 times as long."""
+def test_iterations_in_fp32_are_those_of_torch_in_fp32(monkeypatch, shape):
     torch.manual_seed(0)
     theirs = torch.nn.Parameter(torch.zeros(shape))
     theirs.grad = momentum = torch.randn(shape)
     options = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
     optimizer = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.0, **options)
-    monkeypatch.setattr(muon, "computes_bf16", lambda device: False)
-    update = muon.update_of(momentum.clone(), 0.01)
+    update = muon.update_of(momentum.clone(), 0.01, torch.float32)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's, in fp32
     optimizer.step()
     assert update.dtype == torch.float32
     assert torch.allclose(update, theirs, rtol=1e-5, atol=1e-5 * update.abs().max().item())
 
 
+def test_all_ranks_iterate_in_fp32_if_one_only_emulates_bf16(monkeypatch):
+    """Else the copies of the weights would differ."""
+    parameter, others = torch.ones(2, 2), torch.tensor(0)
+    monkeypatch.setattr(muon, "computes_bf16", lambda device: True)
+    assert muon.common_dtype(parameter) == torch.bfloat16
+    with one_rank():
+        assert muon.common_dtype(parameter) == torch.bfloat16
+        monkeypatch.setattr(muon.dist, "all_reduce", lambda own, op: own.copy_(others))
+        assert muon.common_dtype(parameter) == torch.float32
+
+
 def test_a_transposed_matrix_has_the_transposed_update():
     """As GPT-2's layers store their weights. The mean square is that of AdamW's updates."""
     torch.manual_seed(0)
     momentum = torch.randn(96, 32)
-    update = muon.update_of(momentum, lr=0.01)
-    assert torch.allclose(muon.update_of(momentum.T.contiguous(), lr=0.01).T, update, atol=1e-4)
+    update = muon.update_of(momentum, 0.01, torch.bfloat16)
+    transposed = muon.update_of(momentum.T.contiguous(), 0.01, torch.bfloat16)
+    assert torch.allclose(transposed.T, update, atol=1e-4)
     assert update.square().mean().sqrt() == pytest.approx(0.2 * 0.01, rel=0.2)
 
 

@@ -22,6 +22,7 @@ from distributed_training import (
     read_run,
     resolve_settings,
 )
+from distributed_training.known_models import gpt2_config
 
 NAMES = """
     Settings resolve_settings STRATEGIES plan Plan read_run RecordedRun compare_runs Comparison
@@ -132,6 +133,19 @@ def test_settings_decide_the_strategy_unless_one_is_given():
     assert {*STRATEGIES} == {plan(settings, name).strategy for name in STRATEGIES}
 
 
+def test_a_path_is_not_the_name_of_a_known_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    config = {**gpt2_config(2, 2, 64), "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
+    assert plan("./gpt2").peak_bytes < plan("gpt2").peak_bytes / 4
+    assert plan(tmp_path / "gpt2").peak_bytes == plan("./gpt2").peak_bytes
+    with pytest.raises(UserError, match="no such file or folder"):
+        plan("./gpt2-xl")
+    with pytest.raises(UserError, match="empty"):
+        plan("")
+
+
 @pytest.mark.parametrize(
     "options, says",
     [
@@ -146,6 +160,7 @@ def test_settings_decide_the_strategy_unless_one_is_given():
         ({"gpu_memory": -1}, "gpu_memory=-1 is not a number"),
         ({"gpu_memory": "16GB"}, r"gpu_memory='16GB' is not a number.* GB"),
         ({"gpu_memory": 16e9}, r"is not a number from 0.001 to 100000 GB \(2\^30 bytes\)"),
+        ({"gpu_memory": 10**400}, "is not a number"),
         ({"gpu_memory": float("nan")}, "gpu_memory=nan is not a number"),
         ({"host_memory": True}, "host_memory=True is not a number"),
         ({"gpus": 4, "gpus_per_node": 0}, "gpus_per_node=0"),
@@ -230,7 +245,7 @@ def test_a_run_has_results_steps_and_evaluations(write_run, tmp_path):
         read_run(tmp_path / "missing")
     with pytest.raises(UserError, match=r"one of the runs in it \(.*run\)"):
         read_run(tmp_path)
-    with pytest.raises(UserError, match="folder=None is not a path"):
+    with pytest.raises(UserError, match="folder=None is neither"):
         read_run(None)
     assert run.curve("eval_loss") == {(1, 1): 7.5}
 
@@ -251,7 +266,7 @@ def test_runs_are_compared_by_their_folders(write_run):
     for wrong, says in (
         ([a], "two or more"),
         ([[a, b]], "separate arguments"),
-        ([a, None], "not a path"),
+        ([a, None], "neither text nor a path"),
     ):
         with pytest.raises(UserError, match=says):
             compare_runs(*wrong)
@@ -294,8 +309,14 @@ def test_what_cannot_be_converted_is_an_error(tmp_path):
     ):
         with pytest.raises(UserError, match=says):
             convert_checkpoint(tmp_path / source, str(tmp_path / target), to=to)
-        with pytest.raises(UserError, match="fp8"):
-            convert_checkpoint(tmp_path, tmp_path / "new", to="hf", dtype="fp8")
+        for dtype in ("fp8", ["fp32"]):
+            with pytest.raises(UserError, match="dtype="):
+                convert_checkpoint(tmp_path, tmp_path / "new", to="hf", dtype=dtype)
+    (tmp_path / "out of memory").mkdir()
+    with pytest.raises(UserError, match=r"out of memory exists: name a new folder\.$") as refused:
+        convert_checkpoint(tmp_path, tmp_path / "out of memory", to="hf")
+    assert refused.value.exit_code == 2
+    (tmp_path / "out of memory").rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
@@ -311,9 +332,9 @@ def test_a_model_in_a_folder_is_opened_for_generation(llama):
         assert torch.equal(model(ids).logits, expected(ids).logits)
     new = model.generate(ids, max_new_tokens=3, do_sample=False)
     assert new.shape[1] <= ids.shape[1] + 3 and model.generation_config.pad_token_id is not None
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match=r"^\./missing: no such folder"):
         open_model("./missing")
-    with pytest.raises(UserError, match="not a path"):
+    with pytest.raises(UserError, match="neither text nor a path"):
         open_model(None)
 
 

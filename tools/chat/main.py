@@ -15,7 +15,7 @@ a model that is missing or not complete.
 """
 
 from distributed_training.cli.parser import Options, Parser
-from distributed_training.errors import look_up
+from distributed_training.errors import explained
 from distributed_training.ranks import tuning
 from distributed_training.settings import flag_types
 from distributed_training.trained.source import Source, find_source
@@ -40,12 +40,8 @@ def main() -> None:
     args = parser.parse_args()
     tuning.choose_hardware(args.device)
     source = find_source(args.model)
-    try:
+    with explained():  # out of memory, for example
         run(args, source)
-    except Exception as error:
-        if known := look_up(error):  # out of memory, for example
-            raise known from error
-        raise
 
 
 def run(args: Options, source: Source) -> None:

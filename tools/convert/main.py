@@ -12,7 +12,7 @@ needed: pass it to real_model_example.py as --model DIR.
 """
 
 from distributed_training.cli.parser import Parser
-from distributed_training.errors import UserError, look_up
+from distributed_training.errors import UserError, explained
 from distributed_training.settings import flag_types
 
 
@@ -34,12 +34,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.inspect == bool(args.to) or bool(args.to) != bool(args.target):
         parser.error("give either --inspect or --to FORMAT OUT")
-    try:
+    with explained():
         run(args)
-    except Exception as error:
-        if known := look_up(error):  # a full disk, for example
-            raise known from error
-        raise
 
 
 def run(args) -> None:

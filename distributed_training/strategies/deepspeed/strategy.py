@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from distributed_training.optimizers.optimizer import FLAT
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 from distributed_training.units import MB
 
@@ -27,7 +28,7 @@ class DeepSpeed(Strategy):
 
     engine = "deepspeed"
     packages = ("deepspeed",)
-    layout = "flat"
+    layout = FLAT
     autocast_precisions = frozenset()  # DeepSpeed's engine converts the weights
     library_bytes = 70 * MB  # measured with 0.19, see tools/benchmarks/RESULTS.md
 

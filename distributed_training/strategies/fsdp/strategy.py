@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from distributed_training.optimizers.optimizer import ROWS
 from distributed_training.strategies.fsdp.options import FsdpOptions
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 
@@ -22,10 +23,15 @@ class FSDP(Strategy):
     """A strategy of FSDP2."""
 
     engine = "fsdp"
-    layout = "rows"
+    layout = ROWS
     autocast_precisions = frozenset(["fp16"])
 
     options: FsdpOptions = field(default_factory=FsdpOptions)  # --fsdp, --fsdp_config
+
+    @property
+    def updates_on(self) -> str:
+        """See the base class."""
+        return "host" if self.options.offload else "device"
 
     @property
     def is_standard(self) -> bool:
