@@ -146,8 +146,9 @@ def answers(url: str) -> bool:
 
     # In a thread, to limit the total time: the name lookup and each address have their own limits.
     if url.startswith(("http://", "https://")):
-        threading.Thread(target=ask, daemon=True).start()
-        answered.wait(PROBE_SECONDS)
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(PROBE_SECONDS)  # a refused connection ends it at once
     return answered.is_set()
 
 
