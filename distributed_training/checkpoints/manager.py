@@ -21,7 +21,6 @@ from distributed_training import console
 from distributed_training.checkpoints import signature
 from distributed_training.checkpoints.contents import Contents
 from distributed_training.checkpoints.folder import CheckpointFolder
-from distributed_training.checkpoints.verify import verify
 from distributed_training.checkpoints.writing import write_checkpoint
 from distributed_training.data.opening import Datasets
 from distributed_training.errors import TrainingError
@@ -125,6 +124,12 @@ class CheckpointManager:
             self._saved_at = counters["step"]
         return counters
 
+    def _verified(self, folder: Path) -> tuple[JsonObject, str]:
+        """Return the manifest of a checkpoint, and what is wrong with it or ""; see `verify`."""
+        from distributed_training.checkpoints.verify import verify  # most runs load none
+
+        return verify(folder, self.ctx)
+
     def _load_weights(self, path: Path, manifest: JsonObject) -> None:
         self.contents.load_weights(path, manifest)
         self._loaded_from = path
@@ -149,7 +154,7 @@ class CheckpointManager:
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
             return
-        manifest, problem = verify(best_folder, self.ctx)
+        manifest, problem = self._verified(best_folder)
         if problem:
             kept = "cannot be used, so the model keeps the last weights"
             console.warn(f"--load_best_at_end: {best_folder} {kept}: {problem}.")
@@ -162,7 +167,7 @@ class CheckpointManager:
     def load_saved(self, step: int) -> None:
         """Load the weights and optimizer states of a checkpoint that this process has saved."""
         folder = self.folder.of_step(step)
-        manifest, problem = verify(folder, self.ctx)
+        manifest, problem = self._verified(folder)
         if problem:
             raise TrainingError(f"{folder} cannot be read again: {problem}.")
         self.objects.free_gathered()

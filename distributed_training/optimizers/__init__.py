@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # and halves the scale; GROWTH_INTERVAL steps without an overflow double it.
 INITIAL_SCALE_POWER, GROWTH_INTERVAL = 16, 2000
 
+# How a strategy holds the fp32 weights that an optimizer updates, its `layout`: whole parameters;
+# FSDP2's tensors, of which a rank has rows; DeepSpeed's flat partitions, without shapes.
+WHOLE, ROWS, FLAT = "whole", "rows", "flat"
+
 # The class of each optimizer, in the module of its name.
 NAMES = {
     "adamw": "AdamW",

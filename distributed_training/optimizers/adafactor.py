@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distributed_training.optimizers.optimizer import (
-    FLAT,
-    ROWS,
-    Hyperparameters,
-    Optimizer,
-    Tensors,
-    Trained,
-)
+from distributed_training.optimizers import FLAT, ROWS
+from distributed_training.optimizers.optimizer import Hyperparameters, Optimizer, Tensors, Trained
 
 if TYPE_CHECKING:
     import torch

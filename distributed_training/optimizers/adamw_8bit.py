@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distributed_training.optimizers import ROWS
 from distributed_training.optimizers.optimizer import (
     MOMENTS,
-    ROWS,
     Hyperparameters,
     Optimizer,
     Tensors,

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distributed_training.optimizers import FLAT, WHOLE
 from distributed_training.optimizers.adamw import AdamW
-from distributed_training.optimizers.optimizer import (
-    FLAT,
-    MOMENTUM,
-    WHOLE,
-    Hyperparameters,
-    Trained,
-    betas_of,
-)
+from distributed_training.optimizers.optimizer import MOMENTUM, Hyperparameters, Trained, betas_of
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 Tensors = dict[str, "torch.Tensor"]
-# How a strategy holds the fp32 weights that an optimizer updates, its `layout`: whole parameters;
-# FSDP2's tensors, of which a rank has rows; DeepSpeed's flat partitions, without shapes.
-WHOLE, ROWS, FLAT = "whole", "rows", "flat"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
 MOMENTUM = "momentum_buffer"  # of Muon
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed_training.errors import UserError
-from distributed_training.optimizers.optimizer import WHOLE
+from distributed_training.optimizers import WHOLE
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.optimizers.optimizer import FLAT
+from distributed_training.optimizers import FLAT
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 from distributed_training.units import MB
 

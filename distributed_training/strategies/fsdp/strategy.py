@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.optimizers.optimizer import ROWS
+from distributed_training.optimizers import ROWS
 from distributed_training.strategies.fsdp.options import FsdpOptions
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 
