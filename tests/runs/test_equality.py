@@ -5,7 +5,7 @@ In fp32; for bf16 see test_comparison.py.
 """
 
 import pytest
-from conftest import SAME_WORK, SPLIT, STRATEGIES, assert_close, load_exported
+from conftest import SAME_WORK, SPLIT, STRATEGIES, assert_close, load_exported, slow
 from memory_checks import STATES
 
 
@@ -22,7 +22,9 @@ def test_two_ranks_with_accumulation_equal_one_process_in_fp32(fp32_run, referen
     assert run.results["eval_loss"] == pytest.approx(reference.results["eval_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", ["dp", "zero2", "fsdp", *map(slow, ("zero1", "zero3", "offload", "infinity"))]
+)
 def test_unequal_shares_train_the_same_model(script, reference, strategy):
     """With accumulation, short micro-batches, and an evaluation in which each token counts once."""
     flags = [*SAME_WORK, *SPLIT, "--precision", "fp32", "--strategy", strategy, "--profile_memory"]
