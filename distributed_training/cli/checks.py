@@ -27,8 +27,6 @@ EXCLUDED = {
     for name, facts in FACTS.items()
     if facts.excludes
 }
-# Flags that need evaluations; all but the first need them during training.
-NEED_EVALUATIONS = ("eval_only", *EXCLUDED["no_eval"])
 
 
 def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from distributed_training.cli.checks import NEED_EVALUATIONS
 from distributed_training.data.facts import DatasetFacts
 from distributed_training.data.sequences import Padding, Sequences
 from distributed_training.errors import UserError
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings
+from distributed_training.settings.fields import NEED_EVALUATIONS
 from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
 
@@ -111,6 +111,6 @@ def open_tokenized(
 
 def check_validation(validation: Sequences, training: TrainingSettings) -> None:
     """Check that there is something to evaluate on if a flag needs evaluations."""
-    needed = [flag for flag in NEED_EVALUATIONS if getattr(training, flag)]
+    needed = [flag for flag in ("eval_only", *NEED_EVALUATIONS.split()) if getattr(training, flag)]
     if needed and not validation.num_sequences:
         raise UserError(f"{NOTHING_TO_EVALUATE}, and --{needed[0]} needs it.")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import flag, switch
+from distributed_training.settings.fields import NEED_EVALUATIONS, flag, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,7 @@ class DebugSettings:
         metavar="N",
         excludes=(
             "resume save_every save_epochs eval_only eval_first generate "
-            "export_hf merge_lora push_to_hub eval_every "
-            "generate_every_eval early_stopping_patience load_best_at_end"
+            f"export_hf merge_lora push_to_hub {NEED_EVALUATIONS}"
         ),
     )
     memory_snapshot: str | None = flag(

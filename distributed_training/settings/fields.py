@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Protocol
 from distributed_training.settings import flag_types
 
 COMPUTED = object()  # a default that depends on other flags: cli/parse.py computes it
+# Flags that need evaluations during the training; several others exclude them.
+NEED_EVALUATIONS = "eval_every generate_every_eval early_stopping_patience load_best_at_end"
 # What a setting can change in a run.
 MODEL, TOKENS, ORDER = "the model", "the tokens", "the order of the data"
 SEQUENCES, DROPPED = "the sequences", "the dropped elements"

@@ -8,6 +8,7 @@ from distributed_training.settings import flag_types
 from distributed_training.settings.fields import (
     COMPUTED,
     EVALUATIONS,
+    NEED_EVALUATIONS,
     ORDER,
     RATE,
     ROUNDING,
@@ -208,7 +209,7 @@ class TrainingSettings:
     eval: bool = switch(
         True,
         "no evaluation (default: after each epoch)",
-        excludes="eval_every generate_every_eval early_stopping_patience load_best_at_end",
+        excludes=NEED_EVALUATIONS,
         effect=EVALUATIONS,
     )
     eval_first: bool = switch(
@@ -219,8 +220,7 @@ class TrainingSettings:
         "evaluate and do not train",
         excludes=(
             "no_eval save_every save_epochs resume auto_micro_batch lora_r "
-            "export_hf export_dtype push_to_hub eval_every "
-            "generate_every_eval early_stopping_patience load_best_at_end"
+            f"export_hf export_dtype push_to_hub {NEED_EVALUATIONS}"
         ),
         effect=EVALUATIONS,
     )
