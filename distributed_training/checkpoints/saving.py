@@ -51,8 +51,6 @@ class PieceWriter:
                 self._tensors[f"{name}@{start + begin}/{kind}"] = part
             self._room -= element * (end - begin)
             begin = end
-            if self._room < element:
-                self.flush()
 
     @property
     def _file(self) -> str:

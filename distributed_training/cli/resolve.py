@@ -64,8 +64,8 @@ def _read_given(flags: Flags) -> AsGiven:
         if len({*names}) < len(names):
             raise UserError(f"A flag is given twice, with and without --: {', '.join(names)}.")
         values = {
-            str(name).removeprefix("--"): list(value) if isinstance(value, tuple) else value
-            for name, value in flags.items()
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in zip(names, flags.values(), strict=True)
         }
         file = values.pop("config", None)  # the other flags override it, as on a command line
         arguments = [f"--config={file}"] if file else []
