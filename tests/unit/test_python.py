@@ -324,10 +324,12 @@ def test_a_model_in_a_folder_is_opened_for_generation(llama):
     import torch
     from transformers import AutoModelForCausalLM
 
+    from distributed_training.model.weights import as_dtype
+
     model, tokenizer = open_model(llama)
     ids = tokenizer("the quick", return_tensors="pt")["input_ids"]
     assert not model.training and ids.shape == (1, ids.numel())
-    expected = AutoModelForCausalLM.from_pretrained(llama, dtype=model.dtype)
+    expected = AutoModelForCausalLM.from_pretrained(llama, **as_dtype(model.dtype))
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected(ids).logits)
     new = model.generate(ids, max_new_tokens=3, do_sample=False)
