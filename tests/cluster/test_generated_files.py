@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cluster_work import WORK, setup
-from conftest import assert_close, finish, slow, start
+from conftest import assert_close, finish, skip_without_libaio, slow, start
 from generated_scripts import LAUNCHER, SLURM
 
 OFFLOAD_ALL = ["--offload_optimizer", "--offload_param"]
@@ -20,6 +20,8 @@ OFFLOAD_ALL = ["--offload_optimizer", "--offload_param"]
     ],
 )
 def test_deepspeed_file_trains_with_the_batch_size_of_the_run(script, tmp_path, args, strategy):
+    if strategy == "infinity":
+        skip_without_libaio()
     args = [str(tmp_path) if arg == "NVME" else arg for arg in args]
     code, out = setup("deepspeed", *args, cwd=tmp_path)
     assert code == 0, out

@@ -27,7 +27,7 @@ from conftest import (
     assert_close,
     descendants_of_test,
     finish,
-    skip,
+    skip_without_libaio,
     start,
 )
 from project_copy import copy_project
@@ -71,8 +71,7 @@ def all_seven(tmp_path_factory, small_gpt2, compare):
     """All strategies in bf16 on two processes, in a folder with a space in its name: (folder,
     output, report). The model is in a folder, too.
     """
-    if not Path("/usr/include/libaio.h").exists():
-        skip("infinity needs libaio: apt install libaio-dev")
+    skip_without_libaio()
     folder = tmp_path_factory.mktemp("my work")
     shutil.copytree(small_gpt2, folder / MODEL)
     code, out, found = compare(folder, MODEL, *BF16, name=MODEL)

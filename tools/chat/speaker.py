@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import copy
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 from distributed_training.errors import UserError
 from distributed_training.model.config import max_positions, read_generation_config
@@ -42,6 +52,31 @@ class Printer(TextStreamer):
         """Print the next part of the text."""
         self.text += text
         print(text, end="\n" if stream_end else "", flush=True)
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[StoppingCriteriaList]:
+    """Yield a criterion that ends the generation at the next token after Ctrl-C.
+
+    KeyboardInterrupt alone would not do: a destructor that runs at that moment ignores it. A second
+    Ctrl-C raises it, for a prompt that takes long.
+    """
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            signal.default_int_handler(number, frame)
+        pressed = True
+
+    def end(ids: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.full((len(ids),), pressed, device=ids.device)
+
+    previous = signal.signal(signal.SIGINT, press)
+    try:
+        yield StoppingCriteriaList([end])
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @dataclass
@@ -107,17 +142,19 @@ class Speaker:
         printer = Printer(self.tokenizer, skip_prompt=self.is_chat)
         inputs = torch.tensor([ids], device=self.device)
         options = self._options(sampling, self.positions - len(ids))
-        try:
-            self.model.generate(
-                inputs=inputs,
-                attention_mask=torch.ones_like(inputs),
-                generation_config=options,
-                streamer=printer,
-            )
-        except KeyboardInterrupt:
-            printer.end()  # prints what it has kept for the next token
-            if not may_be_stopped:
-                raise
+        with ended_by_ctrl_c() if may_be_stopped else nullcontext() as criteria:
+            try:
+                self.model.generate(
+                    inputs=inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    generation_config=options,
+                    stopping_criteria=criteria,
+                    streamer=printer,
+                )
+            except KeyboardInterrupt:
+                printer.end()  # prints what it has kept for the next token
+                if not may_be_stopped:
+                    raise
         return printer.text.strip()
 
     def _options(self, sampling: Sampling, room: int) -> GenerationConfig:

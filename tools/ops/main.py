@@ -9,6 +9,7 @@ for each combination of versions and CPU. Exit codes: 0; 1 if an op cannot be co
 usage.
 """
 
+import argparse
 import sys
 
 from distributed_training.cli.parser import Parser
@@ -23,7 +24,12 @@ def main() -> None:
     every_op = [*dict.fromkeys(op for row in STRATEGIES.values() for op in row.needed_ops())]
     choices = [*STRATEGIES, *every_op]
     parser.add_argument("names", nargs="*", metavar="STRATEGY", help="a strategy, or an op's name")
-    names = parser.parse_args().names or every_op
+    # A run passes its process, so that the compilation ends when the run does.
+    parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.parent:
+        ops.end_with(args.parent)
+    names = args.names or every_op
     if unknown := [name for name in names if name not in choices]:
         parser.error(f"{unknown[0]} is not one of {', '.join(choices)}")
     chosen = {op for name, row in STRATEGIES.items() if name in names for op in row.needed_ops()}

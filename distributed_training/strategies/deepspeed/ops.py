@@ -1,9 +1,9 @@
 """DeepSpeed's C++ ops: which ones a strategy needs, where they are, and how they are compiled.
 
 Before DeepSpeed needs the first op, one rank of each node runs scripts/build_ops.py. DeepSpeed's
-own JIT compiles in a temporary folder, and an op is moved when it is complete: a process that is
-killed leaves neither a lock of torch, for which every later process would wait, nor an incomplete
-library. The ranks only load the libraries.
+own JIT compiles in a folder there, and an op is moved when it is complete: a process that is killed
+leaves neither a lock of torch, for which every later process would wait, nor an incomplete library.
+The next process continues with the files that are compiled. The ranks only load the libraries.
 
 The compiler reads fewer of torch's headers than DeepSpeed includes, and writes no debug
 information, which takes less than half of the time.
@@ -19,17 +19,20 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 
 from distributed_training import console, patches
 from distributed_training.about import PROJECT
 from distributed_training.errors import MissingRequirement, look_up
-from distributed_training.process import prefer_own_ninja
+from distributed_training.files.atomic import write_text
+from distributed_training.process import STOP_SIGNALS, prefer_own_ninja
 from distributed_training.programs import run_program
 from distributed_training.strategies.deepspeed.patches import compile_ops_with
 
@@ -126,7 +129,8 @@ def build(ops: list[str], print_line: Callable[[str], None], verbose: bool) -> N
     """
     print_line(f"⏳ Compiling {', '.join(ops)} of DeepSpeed: once for this kind of machine")
     # A process of its own: it loads the ops, and it compiles as on a machine without a GPU.
-    command = [sys.executable, str(PROJECT / "scripts" / "build_ops.py"), *ops]
+    script = str(PROJECT / "scripts" / "build_ops.py")
+    command = [sys.executable, script, *ops, "--parent", str(os.getpid())]
 
     def show(line: str) -> None:
         if verbose or line.startswith(("⏳", "✅")):
@@ -161,20 +165,68 @@ def build_ops(names: list[str]) -> bool:
     folder = ops_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as lock:
-        # On a file system without locks the last process replaces the libraries.
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that compiles them
-        for left_over in folder.glob(".building-*"):  # of a process that was killed
-            shutil.rmtree(left_over, ignore_errors=True)
+        except OSError:
+            # A file system without locks: the last process replaces the libraries.
+            building = folder / f".building-{platform.node()}-{os.getpid()}"
+        else:
+            building = folder / ".building"
         for op in filter(is_compiled, names):
             print(f"✅ {op}: already compiled")
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as temporary:
-            return _build([op for op in names if not is_compiled(op)], Path(temporary))
+        ready = _build([op for op in names if not is_compiled(op)], building)
+        shutil.rmtree(building, ignore_errors=True)  # an interruption keeps it
+    return ready
+
+
+@contextlib.contextmanager
+def compilers_end_at(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """End ninja and its compilers before the handler of a signal ends this process.
+
+    torch would kill ninja only, and its compilers would run to their end.
+    """
+    import psutil
+
+    def end(number: int, frame: FrameType | None) -> None:
+        programs = psutil.Process().children()
+        for program in programs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                program.terminate()  # ninja then ends its compilers, and removes what they wrote
+        psutil.wait_procs(programs, timeout=5)
+        handler = handlers[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    handlers = {number: signal.getsignal(number) for number in signals}
+    handled = [number for number in signals if handlers[number] != signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, handlers[number])
+
+
+def end_with(parent: int) -> None:
+    """Send SIGTERM to this process when its parent has ended, for example because it was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _build(missing: list[str], folder: Path) -> bool:
     """Compile ops one after the other in `folder`, and move those that succeeded."""
     os.environ.update(TORCH_EXTENSIONS_DIR=str(folder), DS_ACCELERATOR="cpu")
+    for lock in folder.glob("*/lock"):  # torch's, of a process that was killed
+        lock.unlink()
     prefer_own_ninja()
     patches.quote_library_path()
     compiled = []
@@ -186,7 +238,7 @@ def _build(missing: list[str], folder: Path) -> bool:
         try:
             if op == "async_io":
                 check_libaio()
-            with console.timer(f"Compiling {op}"):
+            with console.timer(f"Compiling {op}"), compilers_end_at(STOP_SIGNALS):
                 _compile(op, folder)
         except Exception as error:  # of the compiler: the caller reports it
             print(f"❌ {op}: {look_up(error) or error}", flush=True)
@@ -205,8 +257,9 @@ def _compile(op: str, folder: Path) -> None:
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     header = folder / "include" / "torch" / "extension.h"
-    header.parent.mkdir(parents=True, exist_ok=True)
-    header.write_text(EXTENSION_HEADER)
+    if not header.exists():  # otherwise ninja would compile every file again
+        header.parent.mkdir(parents=True, exist_ok=True)
+        write_text(header, EXTENSION_HEADER)
     try:
         with compile_ops_with(str(folder / "include"), FLAGS):
             ALL_OPS[op].load(verbose=False)
