@@ -32,6 +32,7 @@ else
 install-torch = $(1) -m pip install -q "$(2)"
 endif
 LOWER := .venv-lower/bin/python
+# --use-pep517: pip 23 and 24 print a deprecation for DeepSpeed's setup.py otherwise.
 
 .PHONY: setup setup-dev demo ops unit test test-all test-lower-bounds lint docs faults soak bench clean
 
@@ -51,16 +52,16 @@ endif
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifdef TORCH
 	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -r requirements.txt
+	$(BIN)/python -m pip install -q --use-pep517 -r requirements.txt
 else
 	$(call install-torch,$(BIN)/python,$(TORCH_PIN))
-	$(BIN)/python -m pip install -q -r requirements.txt -c constraints.txt
+	$(BIN)/python -m pip install -q --use-pep517 -r requirements.txt -c constraints.txt
 endif
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	@echo "== Installing the dependencies of the tests"
-	$(BIN)/python -m pip install -q -r requirements-dev.txt $(if $(TORCH),,-c constraints.txt)
+	$(BIN)/python -m pip install -q --use-pep517 -r requirements-dev.txt $(if $(TORCH),,-c constraints.txt)
 	@touch $@
 
 demo: setup
@@ -101,7 +102,7 @@ test-lower-bounds:
 	@echo "== Testing the lower bounds of requirements.txt"
 	@test -x $(LOWER) || $(PYTHON) -m venv .venv-lower
 	$(call install-torch,$(LOWER),$(shell grep -E '^torch==' constraints-lower.txt))
-	$(LOWER) -m pip install -q -r requirements.txt peft tensorboard pytest -c constraints-lower.txt
+	$(LOWER) -m pip install -q --use-pep517 -r requirements.txt peft tensorboard pytest -c constraints-lower.txt
 	PATH="$(CURDIR)/.venv-lower/bin:$$PATH" TORCHINDUCTOR_COMPILE_THREADS=1 $(LOWER) -m pytest -q -m "not soak" tests/unit \
 		$(EQUAL) --deselect "$(EQUAL)[fsdp]" --deselect "$(EQUAL)[infinity]"
 
