@@ -112,22 +112,24 @@ def setup_distributed(settings: Settings, launch: Launch, monitor: FailureMonito
     # Key-value stores that all ranks share: for our own messages, and for the process group.
     cluster, strategy = settings.cluster, settings.strategy
     store, group_store = process_group.meet_ranks(cluster.ddp_timeout, launch, device, backend)
-    ctx = DistContext(launch, device, backend, monitor, store)
     # From here on a failure of one rank ends all.
-    monitor.watch(ctx.rank, ctx.real_world_size, store, cluster.hang_seconds)
+    simulated = backend == "fake"
+    ranks = 1 if simulated else launch.world_size  # that exist
+    monitor.watch(launch.rank, ranks, store, cluster.hang_seconds)
     # Keyword arguments: the backend, and for some strategies the device.
-    options = strategy.group_options(backend, device, ctx.world_size)
+    options = strategy.group_options(backend, device, launch.world_size)
     dist.init_process_group(
         store=group_store,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
+        rank=launch.rank,
+        world_size=launch.world_size,
         timeout=timedelta(seconds=cluster.ddp_timeout),
         **options,
     )
-    process_group.compare_software(ctx)
-    deterministic, compiles = settings.training.deterministic, settings.model.compile
-    process_group.configure_torch(ctx, strategy, deterministic, compiles)  # also TF32
-    return ctx
+    nodes = process_group.compare_software(launch, simulated)
+    # TF32, and --precision: auto is bf16 where the device computes it.
+    training, compiles = settings.training, settings.model.compile
+    precision = process_group.configure_torch(device, strategy, training, compiles)
+    return DistContext(launch, device, backend, monitor, store, nodes, precision)
 
 
 def train(settings: Settings, ctx: DistContext) -> nn.Module:
@@ -157,7 +159,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     end.check_prompts(spec, datasets.facts)
     objects = build(settings, ctx, spec, log)
     log.memory.note("wrapped")
-    checkpoints = log.folder.checkpoints
+    checkpoints = log.folder.checkpoints(settings.output.keep_last)
     manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
     state = batches.train_state(counters, datasets.train, training, ctx, plan.rank_limits(ctx))

@@ -199,7 +199,6 @@ def run_on_all_ranks(
     gc.enable()
 
     def work(ctx: DistContext) -> tuple[nn.Module | None, int]:
-        ctx.precision = tuning.choose_precision(settings.training.precision, ctx.device)
         command, chosen = settings.command, settings
         if settings.parallelism.to_choose and hooks.choose:
             try:

@@ -49,6 +49,7 @@ def chosen_here(line: CommandLine, launch: Launch, choose: Choose) -> CommandLin
     from distributed_training.ranks.stop import StopSignal
     from distributed_training.ranks.tuning import choose_device, choose_precision
 
-    ctx = DistContext(launch, choose_device(launch), "gloo", FailureMonitor(StopSignal()))
-    ctx.precision = choose_precision(line.settings.training.precision, ctx.device)
+    device, monitor = choose_device(launch), FailureMonitor(StopSignal())
+    precision = choose_precision(line.settings.training.precision, device)
+    ctx = DistContext(launch, device, "gloo", monitor, precision=precision)
     return complete(line.settings.as_given, choose(line.settings, ctx).parallelism.choice)

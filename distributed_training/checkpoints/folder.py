@@ -20,6 +20,7 @@ class CheckpointFolder(NamedTuple):
 
     path: Path
     keep_last: int | None  # number of checkpoints to keep, besides the best; None: all
+    is_shared: bool  # all nodes see the folder
 
     def of_step(self, step: int) -> Path:
         """Return the checkpoint of a step, which may not exist."""

@@ -60,18 +60,18 @@ class CheckpointManager:
         cls,
         settings: Settings,
         ctx: DistContext,
-        folder: Path,
+        folder: CheckpointFolder,
         objects: TrainingObjects,
         spec: ModelSpec,
         datasets: Datasets,
     ) -> CheckpointManager:
-        """Create the manager of a run, whose checkpoints are in `folder`."""
+        """Create the manager of a run."""
         training, output = settings.training, settings.output
         identity = signature.run_signature(settings, ctx, spec, datasets.facts, objects.module)
         state = None if training.eval_only else objects.sharded_state(ctx.device)
         return cls(
             ctx,
-            CheckpointFolder(folder, output.keep_last),
+            folder,
             Contents(objects, spec, datasets.stream, state),
             output,
             training.load_best_at_end,
@@ -91,9 +91,7 @@ class CheckpointManager:
     @property
     def may_save(self) -> bool:
         """Whether this run saves checkpoints."""
-        return (
-            self.ctx.shares_output and self.contents.state is not None and not self.output.no_save
-        )
+        return self.folder.is_shared and self.contents.state is not None and not self.output.no_save
 
     def resume(self, found: FoundCheckpoint | None) -> JsonObject:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.

@@ -147,7 +147,7 @@ def initial_counts(
         UserError: the number of shares fits neither the ranks nor the nodes.
     """
     try:
-        shares = of_each_rank(training.rank_shares, ctx.node_of_rank)
+        shares = of_each_rank(training.rank_shares, ctx.nodes.of_rank)
     except ValueError as error:
         raise UserError(f"--rank_shares: {error}.") from error
     count = training.batch_size * ctx.world_size

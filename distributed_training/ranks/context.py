@@ -3,7 +3,8 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,42 +14,60 @@ from distributed_training import console
 from distributed_training.errors import TrainingError
 from distributed_training.ranks.failures import FailureMonitor
 from distributed_training.ranks.launch import Launch
+from distributed_training.ranks.stop import StopSignal
 
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Nodes(NamedTuple):
+    """The nodes of a run."""
+
+    number: int
+    of_rank: tuple[int, ...]  # the number of the node of each rank
+
+
+ONE_NODE = Nodes(1, (0,))  # of one rank
+
+
+@dataclass(frozen=True)
 class DistContext:
-    """This process among the ranks: its place, its device, and collectives of Python objects.
+    """This process among the ranks: its place, its device, and collectives of Python objects."""
 
-    Attributes:
-        device: the GPU of this rank, or the CPU.
-        backend: "nccl", "gloo", or "fake" in a simulation.
-        monitor: ends this process together with the other ranks.
-        stop: the handler of stop signals; its `requested` is true after one arrived.
-        store: the key-value store of the run.
-        simulated: True with --simulate_gpus: values are meaningless, memory sizes are valid.
-        precision: of the computation: "fp32", "bf16" or "fp16".
-        nodes: number of nodes.
-        node_of_rank: the number of the node of each rank.
-        shares_output: whether all nodes see the output folder; otherwise only rank 0 writes to it.
-    """
+    launch: Launch
+    device: torch.device  # the GPU of this rank, or the CPU
+    # "nccl", "gloo", or "fake" in a simulation: values are meaningless then, memory sizes are valid
+    backend: str
+    monitor: FailureMonitor  # ends this process together with the other ranks
+    store: dist.Store = field(default_factory=dist.HashStore)  # key-value store of the run
+    nodes: Nodes = ONE_NODE
+    precision: str = "fp32"  # of the computation: "fp32", "bf16" or "fp16"
 
-    def __init__(
-        self,
-        launch: Launch,
-        device: torch.device,
-        backend: str,
-        monitor: FailureMonitor,
-        store: dist.Store | None = None,
-    ):
-        self.launch, self.device, self.backend = launch, device, backend
-        self.rank, self.world_size, self.is_main = launch.rank, launch.world_size, launch.is_main
-        self.simulated = backend == "fake"
-        self.monitor, self.stop, self.store = monitor, monitor.stop, store or dist.HashStore()
-        self.precision, self.nodes, self.shares_output = "fp32", 1, True
-        self.node_of_rank = [0] * self.world_size
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, also of those that are simulated."""
+        return self.launch.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.launch.is_main
+
+    @property
+    def stop(self) -> StopSignal:
+        """The handler of stop signals; its `requested` is true after one arrived."""
+        return self.monitor.stop
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the other ranks are simulated (--simulate_gpus)."""
+        return self.backend == "fake"
 
     @property
     def real_world_size(self) -> int:
@@ -79,11 +98,11 @@ class DistContext:
         """
         if not hybrid:
             return init_device_mesh(self.device.type, (self.world_size,))
-        if self.nodes == 1:
+        if self.nodes.number == 1:
             console.warn(
                 "HYBRID_SHARD on one node is FULL_SHARD: there is no other node to hold a copy."
             )
-        shape = (self.nodes, self.launch.local_world_size)
+        shape = (self.nodes.number, self.launch.local_world_size)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def once_per_node(self, what: str, prepare: Callable[[], T]) -> T:
@@ -104,7 +123,7 @@ class DistContext:
         if self.launch.is_node_leader:
             store.set(key, json.dumps(prepare()))
             store.add(f"prepared/{what}/nodes", 1)
-        while store.add(f"prepared/{what}/nodes", 0) < self.nodes:
+        while store.add(f"prepared/{what}/nodes", 0) < self.nodes.number:
             time.sleep(0.1)  # if local rank 0 of a node fails, FailureMonitor ends this process
         return json.loads(store.get(key))
 
@@ -123,10 +142,15 @@ class DistContext:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the objects of all ranks in their order; in a simulation only that of this one."""
-        values = [value] * self.real_world_size
-        if self.real_world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
+        return all_gather(value, self.real_world_size)
+
+
+def all_gather(value: T, ranks: int) -> list[T]:
+    """Return the objects of all ranks in their order; `ranks` is their number."""
+    values = [value] * ranks
+    if ranks > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def require_equal_on_all_ranks(values: Sequence[object], what: str) -> None:

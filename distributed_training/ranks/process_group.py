@@ -23,11 +23,12 @@ from distributed_training import console
 from distributed_training.errors import EXIT_FAILED, MissingRequirement, TrainingError, UserError
 from distributed_training.files.atomic import remove_temporary_folders
 from distributed_training.process import code_digest, exit_now, versions
-from distributed_training.ranks.context import DistContext
+from distributed_training.ranks.context import DistContext, Nodes, all_gather
 from distributed_training.ranks.failures import FailureMonitor
 from distributed_training.ranks.launch import START_SKEW_SECONDS, Launch, agent_hosts_store
 from distributed_training.ranks.stop import StopSignal
-from distributed_training.ranks.tuning import choose_device
+from distributed_training.ranks.tuning import choose_device, choose_precision
+from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.units import rank_names
 
@@ -121,42 +122,50 @@ def single_process(launch: Launch) -> Iterator[DistContext]:
         monitor.end_failed(error)
 
 
-def compare_software(ctx: DistContext) -> None:
-    """Check that all ranks have the same code and libraries, and note the nodes of the ranks.
+def compare_software(launch: Launch, simulated: bool) -> Nodes:
+    """Check that all ranks have the same code and libraries; return the nodes of the ranks.
 
     Raises:
         TrainingError: a rank has other code or other libraries than rank 0.
     """
     software = {name: text for name, text in versions().items() if name in SAME_ON_ALL}
-    place = (ctx.launch.node, ctx.launch.is_node_leader)
+    place = (launch.node, launch.is_node_leader)
     own = (socket.gethostname(), {**software, "code": code_digest()}, place)
-    ranks = ctx.all_gather(own)
+    ranks = all_gather(own, 1 if simulated else launch.world_size)
     for rank, (host, found, _) in enumerate(ranks):
         if differing := {name for name, _ in found.items() ^ ranks[0][1].items()}:
             raise TrainingError(
                 f"Rank {rank} on {host} has another version of {', '.join(sorted(differing))} than "
                 f"rank 0 on {ranks[0][0]}: use the same code and environment on all hosts."
             )
-    ctx.nodes = sum(is_leader for _, _, (_, is_leader) in ranks)
-    if not ctx.simulated:
-        ctx.node_of_rank = [node for _, _, (node, _) in ranks]
+    if simulated:
+        return Nodes(1, (0,) * launch.world_size)
+    number = sum(is_leader for _, _, (_, is_leader) in ranks)
+    return Nodes(number, tuple(node for _, _, (node, _) in ranks))
 
 
 def configure_torch(
-    ctx: DistContext, strategy: Strategy, deterministic: bool, compiles: bool
-) -> None:
-    """Set TF32, and what --deterministic and --compile ask for."""
+    device: torch.device, strategy: Strategy, training: TrainingSettings, compiles: bool
+) -> str:
+    """Set TF32, and what --deterministic and --compile ask for.
+
+    Returns:
+        The precision of the computation: "fp32", "bf16" or "fp16".
+    Raises:
+        UserError: the device does not have the one that --precision names.
+    """
     # Use TF32 tensor cores for fp32 where available. NVIDIA's variable disables them in its
     # libraries; on a CPU it has no effect of its own, and PyTorch would use the CPU's TF32.
     tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
-    torch.use_deterministic_algorithms(deterministic)
+    torch.use_deterministic_algorithms(training.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
     if compiles:
         from distributed_training.ranks.compiler import configure_compiler  # only with --compile
 
-        configure_compiler(ctx.device, strategy.hooks_between_layers)
+        configure_compiler(device, strategy.hooks_between_layers)
+    return choose_precision(training.precision, device)
 
 
 def connect(launch: Launch, seconds: float) -> dist.Store:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from distributed_training import console
+from distributed_training.checkpoints.folder import CheckpointFolder
 from distributed_training.checkpoints.format import list_checkpoints
 from distributed_training.errors import UserError, redact_value
 from distributed_training.files import atomic
@@ -35,6 +36,7 @@ class RunFolder:
 
     ctx: DistContext
     path: Path
+    is_shared: bool  # all nodes see the folder; otherwise only rank 0 writes to it
     lock: IO[bytes] | None  # on rank 0: prevents a second run from using the folder
     facts: dict  # the content of this run's results.json
     found: dict | None  # results.json of an earlier run in the folder
@@ -48,10 +50,13 @@ class RunFolder:
         """
         model, strategy = Path(settings.model.model).name, settings.parallelism.strategy
         saves_best = settings.training.load_best_at_end
-        path, lock = new_output_dir(settings.output, f"{model}-{strategy}", saves_best, ctx)
+        path, is_shared, lock = new_output_dir(
+            settings.output, f"{model}-{strategy}", saves_best, ctx
+        )
         found = read_results(path / RESULTS) if ctx.is_main else None
         keeps_found = found is not None and settings.output.resume is not None
-        folder = cls(ctx, path, lock, facts_at_start(settings, ctx), found, keeps_found)
+        facts = facts_at_start(settings, ctx)
+        folder = cls(ctx, path, is_shared, lock, facts, found, keeps_found)
         if not keeps_found:
             folder.begin()
         # The other ranks wait for rank 0 here: if one fails, the file must be this run's.
@@ -61,10 +66,9 @@ class RunFolder:
         ctx.monitor.record_with(folder.fail)
         return folder
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints, which may not exist."""
-        return self.path / "checkpoints"
+    def checkpoints(self, keep_last: int | None) -> CheckpointFolder:
+        """Return the folder of the checkpoints, which may not exist; None keeps all of them."""
+        return CheckpointFolder(self.path / "checkpoints", keep_last, self.is_shared)
 
     @property
     def earlier(self) -> dict | None:
@@ -110,7 +114,7 @@ class RunFolder:
         Returns:
             False if another rank has already written an error.
         """
-        if self.keeps_found or not (self.ctx.is_main or self.ctx.shares_output):
+        if self.keeps_found or not (self.ctx.is_main or self.is_shared):
             return True  # rank 0 records the first failure of another host
         file = self.path / RESULTS
         recorded = read_results(file) or {}
@@ -142,7 +146,7 @@ def read_results(path: Path) -> dict | None:
 
 def new_output_dir(
     output: OutputSettings, default_name: str, saves_best: bool, ctx: DistContext
-) -> tuple[Path, IO[bytes] | None]:
+) -> tuple[Path, bool, IO[bytes] | None]:
     """Create the output folder, named by --output_dir or by rank 0, and lock it.
 
     Args:
@@ -150,7 +154,8 @@ def new_output_dir(
         saves_best: whether the best evaluation saves a checkpoint.
 
     Returns:
-        The folder; on rank 0 its lock file, or None on a file system without locks.
+        The folder; whether all nodes see it; on rank 0 its lock file, or None on a file system
+        without locks.
     Raises:
         UserError: the folder cannot be created, is in use by another run, has checkpoints that no
             flag allows to replace, or is not on a disk that all nodes share although the flags
@@ -176,9 +181,9 @@ def new_output_dir(
             )
     name, host = ctx.broadcast_from_rank0((name, platform.node()))
     folder = Path(name)
-    if ctx.nodes > 1:
+    blind: list[str] = []
+    if ctx.nodes.number > 1:
         blind = hosts_that_do_not_share(folder, ctx)
-        ctx.shares_output = not blind
         if ctx.launch.is_node_leader and ctx.launch.node and "SLURM_JOB_ID" not in os.environ:
             # Under Slurm all ranks have one log. Elsewhere each host has a terminal.
             console.write(
@@ -186,7 +191,7 @@ def new_output_dir(
             )
         if blind:
             settle_without_shared_disk(output, saves_best, f"{folder} on {host}", blind)
-    return folder, lock
+    return folder, not blind, lock
 
 
 def hosts_that_do_not_share(folder: Path, ctx: DistContext) -> list[str]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from distributed_training.cli.parse import parse_arguments
+from distributed_training.ranks.context import ONE_NODE
 
 
 def tokenized(file, tokenizer, root, *flags, bad=0):
@@ -36,7 +37,7 @@ def stream_of(file, tokenizer, **flags):
     settings = parse_arguments(["--dataset", str(file), "--streaming", "--no_eval", *small.split()])
     settings = settings.replace(seed=0, **flags)
     cpu = SimpleNamespace(type="cpu")
-    ctx = SimpleNamespace(rank=0, world_size=1, node_of_rank=[0], is_main=True, device=cpu)
+    ctx = SimpleNamespace(rank=0, world_size=1, nodes=ONE_NODE, is_main=True, device=cpu)
     ctx.all_gather = lambda value: [value]
     padding = Padding.of(settings.data.seq_length, False, "cpu")
     return open_stream(settings.data, settings.training, ctx, tokenizer, padding)[0]

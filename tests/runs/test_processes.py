@@ -69,9 +69,9 @@ def results_of(folder, main=True):
     """A RunFolder as a rank has it, without a process group."""
     from distributed_training.run.run_folder import RunFolder
 
-    ctx = SimpleNamespace(is_main=main, shares_output=True)
+    ctx = SimpleNamespace(is_main=main)
     facts = {"status": "running", "reason": None, "started_at": "2026-01-01T00:00:00+00:00"}
-    results = RunFolder(ctx, folder, None, facts, found=None, keeps_found=False)
+    results = RunFolder(ctx, folder, True, None, facts, found=None, keeps_found=False)
     results.begin()
     return results
 

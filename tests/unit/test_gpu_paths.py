@@ -377,8 +377,7 @@ def test_keys_and_values_are_repeated_where_no_kernel_groups_them(
         skip(f"transformers {transformers.__version__} always repeats keys and values")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda mask, *_: mask is None)
-    ctx = DistContext(MagicMock(), torch.device(device), "gloo", MagicMock())
-    ctx.precision = precision
+    ctx = DistContext(MagicMock(), torch.device(device), "gloo", MagicMock(), precision=precision)
     configure_transformers(False, ctx)
     model = read_architecture(QWEN, "qwen")
     kernels, where = Kernels(attention_mask=masked), Device(device, ctx.capability)

@@ -4,6 +4,7 @@ run evaluates, ends an epoch and stops early.
 
 import itertools
 import resource
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -16,6 +17,7 @@ import real_model_example as program
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.batches import StepBatch, train_state
 from distributed_training.model.prepare import copy_to_device
+from distributed_training.ranks.context import ONE_NODE, Nodes
 from distributed_training.strategies.gradients import gradient_norm
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.strategies.table import STRATEGIES
@@ -50,7 +52,7 @@ def one_step(ctx, monkeypatch):
 
     monkeypatch.setattr(program, "next_token_loss", loss)
 
-    def run(precision="fp32", train_epoch=program.train_epoch_ddp, step=0):
+    def run(precision="fp32", train_epoch=program.train_epoch_ddp, step=0, ctx=ctx):
         torch.manual_seed(0)
         model, gradients, run = Engine(4, 1, bias=False), [], MagicMock()
         model.weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
@@ -71,13 +73,11 @@ def one_step(ctx, monkeypatch):
 
 def scaler_of(ctx, precision: str) -> torch.amp.GradScaler:
     """The scaler of a dp run in this precision."""
-    ctx.precision = precision
+    ctx = replace(ctx, precision=precision)
     spec = MagicMock()
     spec.load.return_value = torch.nn.Linear(1, 1)
     settings = parse_arguments([])
-    scaler = program.build_ddp(STRATEGIES["dp"], settings, ctx, spec, MagicMock()).scaler
-    ctx.precision = "fp32"  # fp16 needs a GPU; scaling does not
-    return scaler
+    return program.build_ddp(STRATEGIES["dp"], settings, ctx, spec, MagicMock()).scaler
 
 
 def test_the_update_is_clipped(one_step):
@@ -112,8 +112,8 @@ def test_the_norm_is_that_of_all_gradients():
 def test_each_step_micro_batch_and_rank_draws_its_own_dropout(ctx, one_step, train_epoch):
     *_, seeds = one_step(train_epoch=train_epoch)
     *_, of_next_step = one_step(train_epoch=train_epoch, step=1)
-    ctx.rank = 1
-    *_, of_rank_1 = one_step(train_epoch=train_epoch)
+    second = replace(ctx, launch=replace(ctx.launch, rank=1))
+    *_, of_rank_1 = one_step(train_epoch=train_epoch, ctx=second)
     assert len({*seeds, *of_next_step, *of_rank_1}) == 9
 
 
@@ -167,7 +167,7 @@ def test_early_stopping_counts_evaluations_without_improvement():
 
 def test_a_resumed_run_continues_the_counters():
     settings = parse_arguments(["--batch_size", "4", "--max_steps", "6"])
-    one_rank = SimpleNamespace(world_size=1, node_of_rank=[0])
+    one_rank = SimpleNamespace(world_size=1, nodes=ONE_NODE)
     state = state_of(tokens=64, training_seconds=1.0, first_loss=3.0, last_loss=2.0)
     state.advance()
     saved = state.counters() | {"rank_sequences": [{"from_step": 1, "sequences": [4]}]}
@@ -178,7 +178,7 @@ def test_a_resumed_run_continues_the_counters():
 
 def test_a_resumed_run_repeats_the_shares_that_its_run_chose():
     """Those of the next step and of later ones; with other ranks or shares it starts anew."""
-    two_ranks = SimpleNamespace(world_size=2, node_of_rank=[0, 0])
+    two_ranks = SimpleNamespace(world_size=2, nodes=Nodes(1, (0, 0)))
     chosen = [{"from_step": 1, "sequences": [4, 4]}, {"from_step": 7, "sequences": [6, 2]}]
 
     def resumed(ctx, *flags):
@@ -190,5 +190,5 @@ def test_a_resumed_run_repeats_the_shares_that_its_run_chose():
     assert [*itertools.islice(ranks.from_step(6), 3)] == [[4, 4], [6, 2], [6, 2]]
     for flags, expected in (((), [4, 4]), (("--rank_shares", "1,3"), [2, 6])):
         assert resumed(two_ranks, *flags).ranks.at(9) == expected
-    three_ranks = SimpleNamespace(world_size=3, node_of_rank=[0, 0, 0])
+    three_ranks = SimpleNamespace(world_size=3, nodes=Nodes(1, (0, 0, 0)))
     assert resumed(three_ranks, "--rank_shares", "auto").ranks.at(9) == [4, 4, 4]

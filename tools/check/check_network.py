@@ -68,10 +68,10 @@ def _seconds_of(collective: Callable, ctx: DistContext, *tensors: torch.Tensor) 
 
 def rendezvous(ctx: DistContext) -> Line:
     """Describe the launcher and where the ranks met."""
-    launch, plural = ctx.launch, "s" * (ctx.nodes > 1)
+    launch, plural = ctx.launch, "s" * (ctx.nodes.number > 1)
     text = (
         f"{launch.launcher}, master {launch.master_addr}:{launch.master_port}, "
-        f"{ctx.nodes} node{plural}, ranks per node: {launch.local_world_size}"
+        f"{ctx.nodes.number} node{plural}, ranks per node: {launch.local_world_size}"
     )
     remedy = "one core per task, and data preparation and offload need more: --cpus-per-task=8"
     one_core = os.environ.get("SLURM_CPUS_PER_TASK", "1") == "1"

@@ -90,7 +90,7 @@ def repeat_before(run: Run, step: int, loop: TrainingLoop, ctx: DistContext) -> 
         raise UserError(f"--replay {step}: this run has {state.total_steps} steps.")
     if step in training.skip_steps:
         raise UserError(f"--replay {step}: --skip_steps leaves this step out.")
-    if not ctx.shares_output:
+    if not run.folder.is_shared:
         raise UserError(
             "--replay saves the weights before the step, and the nodes do not share the disk of "
             "--output_dir: copy the folder to a disk that they share."

@@ -9,6 +9,7 @@ import torch
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
 from distributed_training.memory.fit import Limits
+from distributed_training.ranks.context import Nodes
 from distributed_training.units import GB
 from tools.choose import candidates, choose
 
@@ -43,7 +44,7 @@ def four_ranks(monkeypatch):
     monkeypatch.setattr(choose, "memory_limits", lambda ctx: Limits(int(ranks.memory[0] * GB)))
     ranks.ctx = SimpleNamespace(
         **{"rank": 0, "world_size": 4, "simulated": False, "precision": "fp32"},
-        **{"device": torch.device("cpu"), "capability": (0, 0), "node_of_rank": [0] * 4},
+        **{"device": torch.device("cpu"), "capability": (0, 0), "nodes": Nodes(1, (0,) * 4)},
         **{"all_gather": all_gather, "broadcast_from_rank0": lambda value: value},
     )
     return ranks
