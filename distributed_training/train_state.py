@@ -109,6 +109,16 @@ class TrainState:
         self.advance()
         self.skipped_steps = [*self.skipped_steps, self.step]
 
+    def add_seconds(self, seconds: float) -> None:
+        """Record the time of one step."""
+        self.training_seconds += seconds
+
+    def add_step(self, loss: float, tokens: int) -> None:
+        """Record the loss and the tokens of one step, when the host has them."""
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
+        self.tokens += tokens
+
     def add_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and decide on early stopping."""
         if self.step == 0:  # --eval_first: the model has not been trained yet

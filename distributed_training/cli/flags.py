@@ -103,7 +103,9 @@ def add_flag(group: argparse._ActionsContainer, name: str) -> None:
 
 def build_parser() -> Parser:
     """Build the parser of all flags. The parsed options are those that were given."""
+    others = "docs/COMING_FROM.md has other trainers'"
     parser = Parser(
+        f": flags of a launcher go before the script's name; {others}",
         prog=name_of("real_model_example.py"),
         usage="%(prog)s [flags]",
         description="Fine-tune a causal language model under one of seven strategies.",
@@ -111,9 +113,6 @@ def build_parser() -> Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=HelpFormatter,
-    )
-    parser.unknown_advice = (
-        ": flags of a launcher go before the script's name; docs/COMING_FROM.md has other trainers'"
     )
     parser.add_argument("--version", action="version", version=f"distributed-training {VERSION}")
     for title, names in GROUPS.items():

@@ -25,7 +25,15 @@ class Options(argparse.Namespace):
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError with one line, and suggests a similar flag."""
 
-    unknown_advice = ""  # about a flag that is similar to none
+    def __init__(self, unknown_advice: str = "", **options) -> None:
+        """Create a parser.
+
+        Args:
+            unknown_advice: about a flag that is similar to none.
+            options: of argparse.ArgumentParser.
+        """
+        super().__init__(**options)
+        self._unknown_advice = unknown_advice
 
     @classmethod
     def of_script(cls, doc: str) -> Parser:
@@ -57,6 +65,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{shown(unknown[0])} is not the value of a flag")
         elif unknown:
             flag = unknown[0].partition("=")[0]  # the value may be a secret
-            advice = did_you_mean(flag, self._option_string_actions) or self.unknown_advice
+            advice = did_you_mean(flag, self._option_string_actions) or self._unknown_advice
             self.error(f"unknown argument {shown(flag)}{advice}")
         return options

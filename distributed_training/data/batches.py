@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -195,14 +195,17 @@ def with_bar(
 def copy_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[StepBatch]:
     """Read one step batch ahead and copy it to a GPU without blocking, while the GPU computes."""
 
-    def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True)
 
     ahead = None
     for step_batch in steps:
         if device.type == "cuda":
-            on_device = [tuple(map(copy, micro)) for micro in step_batch.micro_batches]
-            step_batch.micro_batches = on_device  # type: ignore[assignment]
+            on_device: list[MicroBatch] = [
+                (copy(inputs), copy(labels), None if positions is None else copy(positions))
+                for inputs, labels, positions in step_batch.micro_batches
+            ]
+            step_batch = replace(step_batch, micro_batches=on_device)
         if ahead:
             yield ahead
         ahead = step_batch

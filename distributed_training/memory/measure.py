@@ -54,13 +54,17 @@ class MemoryByPhase:
         self.doing = ""  # what the run does at present, for messages
         self.note("libraries_imported")
 
+    def begin(self, doing: str) -> None:
+        """Take note of what the run does next, for messages."""
+        self.doing = doing
+
     def note(self, phase: str, mark: bool = True) -> None:
         """Record device memory, its peak since the last phase, and current and peak host memory.
 
         Args:
             mark: mark the device's peak; False if the caller has just done so.
         """
-        self.doing = AFTER.get(phase, self.doing)
+        self.begin(AFTER.get(phase, self.doing))
         if mark:
             self.peak.mark()
         resident, host_peak = system.host_bytes()

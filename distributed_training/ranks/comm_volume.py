@@ -49,8 +49,8 @@ class Traffic:
         # sends]}.
         self.steps: list[dict[str, list[float]]] = []
         self.number = 0  # of the collectives that this process has started, with barriers
-        self.traced = False  # --profile: the trace shows what counting costs
-        self.aside = False  # gather through buffers that PyTorch does not see (`_gather_aside`)
+        self._traced = False  # --profile: the trace shows what counting costs
+        self._aside = False  # gather through buffers that PyTorch does not see (`_gather_aside`)
         self._last = ("none", 0, "")
         self._now: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
         self._library = None
@@ -59,6 +59,14 @@ class Traffic:
         """Count all collectives of this process from now on."""
         counting = {name: self._counting(name, *entry) for name, entry in COLLECTIVES.items()}
         self._library = patches.override_collectives(counting)
+
+    def trace(self) -> None:
+        """Show in PyTorch's traces what counting costs."""
+        self._traced = True
+
+    def gather_aside(self, aside: bool) -> None:
+        """Gather through buffers that PyTorch's profiler does not record, or no longer."""
+        self._aside = aside
 
     def _counting(self, operator: str, name: str, times: int):
         overload = getattr(torch.ops.c10d, operator).default
@@ -83,13 +91,13 @@ class Traffic:
                 entry[2] += times * found[1] * (ranks - 1) / ranks
 
         def count(keyset, *args, **kwargs):
-            if self.traced:
+            if self._traced:
                 with torch.profiler.record_function("count a collective"):
                     note(args)
             else:
                 note(args)
             call = functools.partial(overload.redispatch, keyset & torch._C._after_autograd_keyset)
-            if self.aside and name == "all_gather":
+            if self._aside and name == "all_gather":
                 return _gather_aside(call, args, kwargs)
             return call(*args, **kwargs)
 

@@ -75,23 +75,25 @@ class FailureMonitor:
 
     def explain_memory_with(self, describe: Callable[[], list[str]]) -> None:
         """Print also these lines, on what uses the memory, if memory runs out."""
-        self._memory_advice.facts.append(describe)
+        self._memory_advice.explain_with(describe)
 
     def advise_with(self, remedies: Callable[[], list[str]]) -> None:
         """Print these lines, on what would fit, if memory runs out."""
-        self._memory_advice.remedies = remedies
+        self._memory_advice.advise_with(remedies)
 
     def report_hangs(self, folder: Path, doing: Callable[[], str]) -> None:
         """Write hang reports to a run's output folder; `doing` returns the phase of the run."""
-        self.watchdog.files.folder, self.watchdog.doing = folder, doing
+        self.watchdog.report_to(folder, doing)
 
     def training_starts(self, state: TrainState, restart: Restart | None = None) -> None:
         """From now on steps must not hang; `restart` is used if memory runs out."""
-        self.watchdog.state, self._restart = state, restart
+        self.watchdog.expect_steps(state)
+        self._restart = restart
 
     def training_ends(self) -> None:
         """From now on no step is expected, and nothing restarts."""
-        self.watchdog.state = self._restart = None
+        self.watchdog.expect_steps(None)
+        self._restart = None
 
     @property
     def first(self) -> FirstFailure:

@@ -18,8 +18,12 @@ class HangFiles:
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.folder: Path | None = None  # the output folder
+        self._folder: Path | None = None  # the output folder
         self._stacks: IO | None = None  # rank-N.txt
+
+    def write_to(self, folder: Path) -> None:
+        """Write the files into this output folder from now on."""
+        self._folder = folder
 
     def dump_later(self, seconds: int) -> None:
         """Write the stacks after so many seconds, by faulthandler's timer in C."""
@@ -52,8 +56,8 @@ class HangFiles:
 
         head = f"Hang report of {time.strftime('%Y-%m-%d %H:%M:%S')}\n{reason}"
         text = redact(f"{head}\n\n{table_of(states)}\n\n")
-        if self.folder:
-            path = self.folder / "hang" / "report.txt"
+        if self._folder:
+            path = self._folder / "hang" / "report.txt"
             try:
                 path.parent.mkdir(exist_ok=True)
                 with open(path, "a", encoding="utf-8") as file:
@@ -79,8 +83,8 @@ class HangFiles:
 
     def _open_stacks(self) -> IO:
         """Open rank-N.txt without a buffer, whose flush would fail on a full disk; else stderr."""
-        if self.folder:
+        if self._folder:
             with contextlib.suppress(OSError):  # a node that does not see the output folder
-                (self.folder / "hang").mkdir(exist_ok=True)
-                return open(self.folder / "hang" / f"rank-{self.rank}.txt", "ab", buffering=0)
+                (self._folder / "hang").mkdir(exist_ok=True)
+                return open(self._folder / "hang" / f"rank-{self.rank}.txt", "ab", buffering=0)
         return sys.stderr

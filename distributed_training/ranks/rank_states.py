@@ -27,13 +27,17 @@ class RankStates:
 
     def __init__(self, store: dist.Store, rank: int, ranks: int):
         self.store, self.rank, self.ranks = store, rank, ranks
-        self.beat = 0  # number of rounds of this rank
+        self._beat = 0  # number of rounds of this rank
         self._next_beat = 0  # that of the next rank
         self._silent = 0  # rounds without an answer of the next rank
 
+    def begin_round(self) -> None:
+        """Count a round of this rank, which the other ranks then see in its state."""
+        self._beat += 1
+
     def publish(self, state: dict) -> None:
         """Write this rank's state into the store."""
-        own = {"beat": self.beat, "host": socket.gethostname(), "pid": os.getpid()}
+        own = {"beat": self._beat, "host": socket.gethostname(), "pid": os.getpid()}
         self.store.set(f"state/{self.rank}", json.dumps({**own, **state}))
 
     def of(self, ranks: Iterable[int]) -> dict[int, dict]:

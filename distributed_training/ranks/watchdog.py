@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -37,8 +38,8 @@ class Watchdog:
         self.states = RankStates(store or dist.HashStore(), rank, ranks)
         self.files = HangFiles(rank)
         self.traffic = Traffic()
-        self.state: TrainState | None = None  # None before and after the training
-        self.doing: Callable[[], str] = str  # returns the phase of the run
+        self._state: TrainState | None = None  # None before and after the training
+        self._doing: Callable[[], str] = str  # returns the phase of the run
         self._progress: tuple[int, int] | None = None  # step and number of collectives
         self._seconds, self._changed, self._reported = 0, time.monotonic(), False
         self._requests, self._signals = 0, -1
@@ -60,6 +61,15 @@ class Watchdog:
         signal.signal(signal.SIGUSR2, lambda *_: None)
         self._publish()
 
+    def report_to(self, folder: Path, doing: Callable[[], str]) -> None:
+        """Write hang reports to a run's output folder; `doing` returns the phase of the run."""
+        self.files.write_to(folder)
+        self._doing = doing
+
+    def expect_steps(self, state: TrainState | None) -> None:
+        """Expect the steps that `state` counts; None: no step is expected."""
+        self._state = state
+
     # ------------------------------------------------------------------- the state of the ranks
 
     def look(self) -> bool:
@@ -70,7 +80,7 @@ class Watchdog:
         Raises:
             TrainingError: a rank ended, and this rank must report it.
         """
-        self.states.beat += 1
+        self.states.begin_round()
         try:
             self._publish()
             if self.states.store.check([first_failure.KEY]):
@@ -89,8 +99,8 @@ class Watchdog:
     def _publish(self) -> None:
         """Write this rank's state into the store."""
         state = {
-            "step": self.state.step + 1 if self.state else None,
-            "doing": self.doing(),
+            "step": self._state.step + 1 if self._state else None,
+            "doing": self._doing(),
             "number": self.traffic.number,
             "collective": self.traffic.last,
             "seconds": round(time.monotonic() - self._changed),
@@ -101,7 +111,7 @@ class Watchdog:
 
     def _arm_timer(self) -> None:
         """Start the time again after each step and each collective."""
-        current = (self.state.step, self.traffic.number) if self.state else None
+        current = (self._state.step, self.traffic.number) if self._state else None
         if current == self._progress:
             return
         self._progress, self._changed, self._reported = current, time.monotonic(), False

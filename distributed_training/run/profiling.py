@@ -35,7 +35,7 @@ def start_trace(folder: str, ctx: DistContext) -> tuple[torch.profiler.profile, 
     schedule = torch.profiler.schedule(wait=FIRST - 2, warmup=1, active=RECORDED, repeat=1)
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, profile_memory=True)
     profiler.start()
-    ctx.monitor.watchdog.traffic.traced = True
+    ctx.monitor.watchdog.traffic.trace()
 
     def stop() -> None:
         profiler.stop()

@@ -39,7 +39,7 @@ class Epoch:
     """The steps of an epoch that are logged, as its progress bar shows them."""
 
     number: int
-    batch: int  # the number of its next step, from 0
+    batch: int  # the number of its next step, from 0: the steps that have been logged
     batches: int  # its steps, or those up to the last step of the run
     bar: tqdm
 
@@ -47,6 +47,11 @@ class Epoch:
     def is_complete(self) -> bool:
         """Whether its last step has been logged."""
         return self.batch == self.batches
+
+    def count_step(self) -> int:
+        """Count a step as logged; return its number."""
+        self.batch += 1
+        return self.batch - 1
 
 
 class LogOptions(NamedTuple):
@@ -117,8 +122,7 @@ class StepLog:
         if self.trace:
             self.trace.step()
             self.meter.pause()
-        batch = epoch.batch
-        epoch.batch += 1
+        batch = epoch.count_step()
         numbers: Numbers = {"step": state.step, "epoch": epoch.number}
         numbers |= {"loss": loss.detach().clone(), "lr": lr, "grad_norm": grad_norm}
         self._pending.append({**numbers, "tokens": tokens, "samples": state.step_samples})
@@ -145,7 +149,7 @@ class StepLog:
             f"⏭️  Step {state.step} skipped: the model is not trained on its "
             f"{state.step_samples} sequences"
         )
-        epoch.batch += 1
+        epoch.count_step()
         epoch.bar.update()
         if epoch.is_complete:
             self._print_mean(epoch)
@@ -181,7 +185,7 @@ class StepLog:
         pending, self._pending = self._pending, []
         seconds_of_steps = self.meter.read()
         for record, seconds in zip(copied_to_host(pending), seconds_of_steps, strict=True):
-            state.training_seconds += seconds
+            state.add_seconds(seconds)
             if self.ctx.simulated:  # its losses mean nothing
                 continue
             tokens, samples = int(record.pop("tokens")), record.pop("samples")
@@ -192,9 +196,7 @@ class StepLog:
                 raise gradients.not_finite(loss, record["step"])
             self._losses.append(loss)
             self.work.append((samples, tokens))
-            state.first_loss = loss if state.first_loss is None else state.first_loss
-            state.last_loss = loss
-            state.tokens += tokens
+            state.add_step(loss, tokens)
             self._rate = tokens / seconds if seconds else None
             self._log({**record, "tokens_per_second": self._rate, "seconds": seconds})
 
@@ -211,7 +213,7 @@ class StepLog:
             TrainingError: see `log_step`; a model with a non-finite loss is not evaluated.
         """
         self.flush()
-        self.meter.memory.doing = "evaluation"
+        self.meter.memory.begin("evaluation")
 
     def say_nothing_to_evaluate(self) -> None:
         """Print that an evaluation was due, and there are no validation sequences."""

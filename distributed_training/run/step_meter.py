@@ -95,7 +95,7 @@ class StepMeter:
         """Assign the time and the memory since the last mark to a phase of the step (PHASES)."""
         self._mark_time(phase)
         name = "optimizer_step" if phase == "update" else phase
-        self.memory.doing = AFTER[name]
+        self.memory.begin(AFTER[name])
         is_first = self.step == self.first_step and phase != "data"
         if is_first or self._measures_memory:
             self.memory.peak.mark()
@@ -104,14 +104,15 @@ class StepMeter:
         if self._measures_memory:
             if phase == "data":
                 self.step_memory.begin()
-                self.traffic.aside = self.step_memory.slows_down
+                if self.step_memory.slows_down:
+                    self.traffic.gather_aside(True)
             else:
                 self.step_memory.mark(phase)
             self._mark_time(None)  # the next phase excludes the measurement itself
 
     def after_backward(self) -> None:
         """Count the live tensors of the measured step: after backward all model states exist."""
-        self.memory.doing = "the update"
+        self.memory.begin("the update")
         if self._measures_memory:
             self.step_memory.after_backward()
             self._mark_time(None)
@@ -122,7 +123,7 @@ class StepMeter:
         self.traffic.end_step()
         if self._measures_memory:
             self.step_memory.end()
-            self.traffic.aside = False
+            self.traffic.gather_aside(False)
             self._mark_time(None)
         self.step += 1
 

@@ -51,7 +51,7 @@ def block_update_if_not_finite(
     reaches the weights of stages 1 and 2 in bf16; no checkpoint is saved then.
 
     Args:
-        objects: the optimizer, the flag `found_inf`, and the GradScaler after `unscale_`. In fp16
+        objects: the optimizer, its flag, and the GradScaler after `unscale_`. In fp16
             gradients may overflow, and the scaler skips that update; only the loss is checked.
         loss: of this step; the same on all ranks.
         grad_norm: of all gradients; None for DeepSpeed.
@@ -61,9 +61,7 @@ def block_update_if_not_finite(
     """
     if simulated:  # the loss lacks the contributions of the other ranks
         return
-    if objects.found_inf is None:
-        objects.found_inf = torch.zeros((), dtype=torch.bool, device=loss.device)
-    scaler, found_inf = objects.scaler, objects.found_inf
+    scaler, found_inf = objects.scaler, objects.not_finite_flag(loss.device)
     scaling = scaler.is_enabled()
     found_inf.logical_or_(~torch.isfinite(loss))
     if grad_norm is not None and not scaling:

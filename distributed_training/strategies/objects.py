@@ -28,6 +28,12 @@ class TrainingObjects:
     # `block_update_if_not_finite`.
     found_inf: torch.Tensor | None = None
 
+    def not_finite_flag(self, device: torch.device) -> torch.Tensor:
+        """Return `found_inf`, which is created at the first call."""
+        if self.found_inf is None:
+            self.found_inf = torch.zeros((), dtype=torch.bool, device=device)
+        return self.found_inf
+
     @property
     def module(self) -> nn.Module:
         """The model without its wrapper."""

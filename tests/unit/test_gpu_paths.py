@@ -16,7 +16,7 @@ from conftest import skip
 from transformers.integrations import sdpa_attention
 
 from distributed_training.cli.parse import parse_arguments
-from distributed_training.data.batches import copy_ahead
+from distributed_training.data.batches import StepBatch, copy_ahead
 from distributed_training.errors import MissingRequirement, UserError
 from distributed_training.model.prepare import configure_transformers
 from distributed_training.ranks import compiler, gpus, tuning
@@ -75,9 +75,9 @@ def test_batches_are_locked_and_sent_without_waiting_one_ahead():
             sent.append((device, self.locked, non_blocking))
             return self
 
-    step_batches = [SimpleNamespace(micro_batches=[(Batch(), Batch())]) for _ in range(3)]
+    step_batches = [StepBatch([(Batch(), Batch(), None)], tokens) for tokens in range(3)]
     for number, step_batch in enumerate(copy_ahead(iter(step_batches), GPU), 1):
-        assert step_batch is step_batches[number - 1]
+        assert step_batch == step_batches[number - 1]
         assert len(sent) == 2 * min(number + 1, 3)
     assert set(sent) == {(GPU, True, True)}
 

@@ -43,7 +43,7 @@ def ranks(tmp_path, monkeypatch):
     dogs = [watchdog.Watchdog(rank, 2, store) for rank in (0, 1)]
     for dog in dogs:
         dog.start(hang_seconds=60)
-        dog.files.folder = tmp_path
+        dog.files.write_to(tmp_path)
     yield dogs
     for dog in dogs:
         dog.files.close()
@@ -124,7 +124,8 @@ def reports(folder) -> list[str]:
 
 def test_one_rank_reports_a_collective_that_waits(ranks, tmp_path, monkeypatch, capsys):
     for dog, number in zip(ranks, (5, 4), strict=True):
-        dog.traffic.number, dog.state = number, TrainState(10, 10, step=3)
+        dog.traffic.number = number
+        dog.expect_steps(TrainState(10, 10, step=3))
     rounds(ranks, 2)
     assert reports(tmp_path) == []  # within the 60 seconds that are allowed
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 61, strftime=time.strftime)

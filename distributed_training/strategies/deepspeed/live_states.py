@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from distributed_training.strategies.live_states import LiveStates, plain_states
@@ -14,24 +15,31 @@ from distributed_training.strategies.live_states import LiveStates, plain_states
 
 def zero_states(model: nn.Module, optimizer: Any) -> LiveStates:
     """Return the states under any stage; call it at the end of backward, before the update."""
-    states = plain_states(model, optimizer)
-    # ZeRO-3 replaces the data by an empty placeholder and keeps this rank's shard in ds_tensor.
-    states.parameters += [getattr(p, "ds_tensor", None) for p in model.parameters()]
+    plain = plain_states(model, optimizer)
     # The masters of stage 3 are in the optimizer's groups during the update only.
     masters = list(getattr(optimizer, "fp32_partitioned_groups_flat", ()))
-    states.masters += masters
     # The lists of gradients, of stages 1 and 2 and of stage 3; the bucket of stage 3.
-    states.gradients += [master.grad for master in masters]
+    gradients = [master.grad for master in masters]
     for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
-        states.gradients += tensors or ()
-    states.gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
+        gradients += tensors or ()
+    gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
+    buffers: list[torch.Tensor | None] = []
     for bucket in (getattr(optimizer, "ipg_buckets", None) or {}).values():
-        states.buffers += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
-    states.placement = _placement(optimizer)
-    if states.placement["parameters"] == "nvme":
-        small = [p for p in model.parameters() if p.ds_persist]
-        states.resident = [tensor for p in small for tensor in (p.ds_tensor, p.data)]
-    return states
+        buffers += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+    placement = _placement(optimizer)
+    on_nvme = placement["parameters"] == "nvme"
+    small = [p for p in model.parameters() if p.ds_persist] if on_nvme else []
+    # ZeRO-3 replaces the data by an empty placeholder and keeps this rank's shard in ds_tensor.
+    shards = [getattr(p, "ds_tensor", None) for p in model.parameters()]
+    return LiveStates(
+        parameters=[*plain.parameters, *shards],
+        gradients=[*plain.gradients, *gradients],
+        masters=[*plain.masters, *masters],
+        moments=plain.moments,
+        buffers=[*plain.buffers, *buffers],
+        placement=placement,
+        resident=[tensor for p in small for tensor in (p.ds_tensor, p.data)],
+    )
 
 
 def _placement(optimizer: Any) -> dict[str, str]:
