@@ -200,7 +200,8 @@ def plan(
     if not isinstance(model, Settings):
         model = resolve_settings({"model": arguments.path("model", model)})
     settings = change_settings(model, flags, world_size=gpus)
-    work = _workload(settings, gpus)
+    on_cpu = settings.training.device == "cpu"
+    work = planned_workload(settings, gpus, Device("cpu") if on_cpu else None)
     limits = _limits(work.device, gpu_memory, host_memory, ranks_of_node(gpus, gpus_per_node))
     need = predict(work, settings.parallelism.strategy)
     return Plan.of(settings.model.model, work, need, limits)
@@ -242,9 +243,11 @@ def _limits(
     return Limits.of_cpu(host_memory, None, ranks_per_node)
 
 
-def _workload(settings: Settings, gpus: int) -> Workload:
-    """Return the workload of a run on equal ranks.
+def planned_workload(settings: Settings, gpus: int, device: Device | None) -> Workload:
+    """Return the workload of a run on equal ranks; --precision auto is bf16.
 
+    Args:
+        device: None: a GPU that usually computes in this precision.
     Raises:
         UserError: the estimate does not support it, or the run chooses a part of it on its GPUs.
     """
@@ -258,5 +261,6 @@ def _workload(settings: Settings, gpus: int) -> Workload:
     model = find_architecture(chosen.model)
     precision = "bf16" if training.precision == "auto" else training.precision
     length = choose_seq_length(data.seq_length, chosen.model, model.limit)
-    device = Device("cpu") if training.device == "cpu" else planned_device(precision)
-    return workload_of(settings, model, gpus, precision, length, device)
+    return workload_of(
+        settings, model, gpus, precision, length, device or planned_device(precision)
+    )

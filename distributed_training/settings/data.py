@@ -143,11 +143,13 @@ class DataSettings:
         "tokens in a sequence (default: 512, tiny-gpt2 256, or the model's most)",
         names="block_size max_seq_length max_length",
         effect=SEQUENCES,
+        planned=True,
     )
     isolate_documents: bool = switch(
         False,
         "tokens attend to their own document only (default: to all earlier ones)",
         effect=SEQUENCES,
+        planned=True,
     )
     packing: bool = switch(
         False,

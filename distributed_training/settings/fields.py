@@ -32,6 +32,7 @@ class Facts:
     effect: str | None = None
     reported_at_resume: bool = False
     used_by: str | None = None
+    planned: bool = False
 
 
 def flag(
@@ -45,6 +46,7 @@ def flag(
     effect: str | None = None,
     reported_at_resume: bool = False,
     used_by: str | None = None,
+    planned: bool = False,
     **options: object,
 ) -> Any:
     """Return a field with the flag --NAME, NAME being the name of the field.
@@ -62,11 +64,12 @@ def flag(
         reported_at_resume: whether a resumed run says that it has changed. Another seed, length of
             sequences or data is refused (checkpoints/signature.py).
         used_by: the only runs in which it has an effect; in others a line says that it has none.
+        planned: whether scripts/plan_memory.py has the flag, because the estimate depends on it.
         options: others of argparse's `add_argument`: metavar, choices, nargs, const, and the action
             "append" for a flag that may be repeated, whose value is a tuple.
     """
     others, excluded = tuple(names.split()), tuple(excludes.split())
-    facts = Facts(others, excluded, needs, effect, reported_at_resume, used_by)
+    facts = Facts(others, excluded, needs, effect, reported_at_resume, used_by, planned)
     of_parser = None if default is COMPUTED else default
     metadata = {"default": of_parser, "type": kind, "help": text, "options": options}
     metadata["facts"] = facts

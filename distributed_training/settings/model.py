@@ -49,12 +49,14 @@ class ModelSettings:
         "compute GPT-2's activation as gelu_new, not as the same function in one kernel",
         effect=ROUNDING,
         reported_at_resume=True,
+        planned=True,
     )
     gradient_checkpointing: bool = switch(
         False,
         "recompute activations in the backward pass to save memory",
         names="activation_checkpointing",
         effect=ROUNDING,
+        planned=True,
     )
     lora_r: int | None = flag(
         None,
@@ -62,6 +64,7 @@ class ModelSettings:
         "train adapters of this rank (LoRA) only (default: train the whole model)",
         metavar="R",
         effect=MODEL,
+        planned=True,
     )
     lora_alpha: float | None = flag(
         None,
@@ -92,6 +95,7 @@ class ModelSettings:
         names="use_dora",
         needs="lora_r",
         effect=MODEL,
+        planned=True,
     )
     lora_targets: str | None = flag(
         None,
@@ -101,6 +105,7 @@ class ModelSettings:
         names="lora_target_modules",
         needs="lora_r",
         effect=MODEL,
+        planned=True,
     )
     merge_lora: bool = switch(
         False,
@@ -112,10 +117,12 @@ class ModelSettings:
         "keep frozen weights in 4 bits (QLoRA); needs --lora_r and bitsandbytes",
         needs="lora_r",
         effect=MODEL,
+        planned=True,
     )
     compile: bool = switch(
         False,
         "compile the transformer blocks and the loss with torch.compile",
         names="torch_compile",
         effect=ROUNDING,
+        planned=True,
     )

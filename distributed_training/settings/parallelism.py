@@ -50,6 +50,7 @@ class ParallelismSettings:
         "fp32 under dp and fsdp, as --precision under DeepSpeed)",
         choices=flag_types.REDUCE_DTYPES,
         effect=ROUNDING,
+        planned=True,
     )
     nvme_path: str | None = flag(
         None,

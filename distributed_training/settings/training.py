@@ -32,6 +32,7 @@ class TrainingSettings:
         names="per_device_train_batch_size micro_batch_size",
         effect=ROUNDING,
         reported_at_resume=True,
+        planned=True,
     )
     global_batch_size: int | None = flag(
         None,
@@ -61,6 +62,7 @@ class TrainingSettings:
         "micro-batches per optimizer step",
         effect=ROUNDING,
         reported_at_resume=True,
+        planned=True,
     )
     auto_micro_batch: bool = switch(
         False, "if memory runs out at the start, halve --batch_size, double accumulation"
@@ -153,6 +155,7 @@ class TrainingSettings:
         choices=tuple(OPTIMIZERS),
         effect=UPDATES,
         reported_at_resume=True,
+        planned=True,
     )
     adam_beta1: float = flag(
         0.9,
@@ -199,6 +202,7 @@ class TrainingSettings:
         choices=("auto", "fp32", "bf16", "fp16"),
         names="mixed_precision",
         effect=ROUNDING,
+        planned=True,
     )
     seed: int = flag(
         42, flag_types.whole(0, 2**63 - 1), "weights, order of the data, dropout", effect=ORDER

@@ -9,10 +9,10 @@ from distributed_training.memory.fit import Devices
 from distributed_training.strategies.strategy import FlagValues
 from distributed_training.workload.architectures import name_on_hub
 from distributed_training.workload.workload import Workload
+from tools.plan.flags import PLANNED
 
-# Named as in a run.
-SAME_SWITCHES = ("no_fused_gelu", "isolate_documents", "lora_dora", "load_in_4bit", "compile")
-RUN_DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw"}  # a run has them without flags
+# A run has them without flags.
+RUN_DEFAULTS = {"gradient_accumulation_steps": 1, "optim": "adamw", "fused_gelu": True}
 
 
 def launcher(gpus: int, devices: Devices) -> str:
@@ -48,27 +48,25 @@ def run_values(args: Options, work: Workload, strategy: str) -> FlagValues:
     """Return the values of real_model_example.py's flags for the workload, by name."""
     path = Path(args.model)  # a model folder, a file in it, or a name
     folder = path.parent if path.is_file() else path if path.is_dir() else None
-    return {
+    values = {
         "model": folder or args.model,
         "strategy": strategy,
         "batch_size": work.batch_size,
         "seq_length": args.seq_length,
         "precision": args.precision,
         "gradient_accumulation_steps": work.accumulation,
-        "optim": args.optim,
-        "reduce_dtype": args.reduce_dtype,
-        "lora_r": args.lora_r,
-        "lora_targets": args.lora_targets,
-        "from_scratch": folder is not None and not any((folder / f).exists() for f in WEIGHTS),
         "gradient_checkpointing": work.gradient_checkpointing,
-        **{name: getattr(args, name) for name in SAME_SWITCHES},
+        "from_scratch": folder is not None and not any((folder / f).exists() for f in WEIGHTS),
     }
+    return values | {name: getattr(args, name) for name in PLANNED if name not in values}
 
 
 def as_flags(values: FlagValues, own: FlagValues) -> list[str]:
     """Return the flags of a run that set these values, without those that it has already."""
     flags = []
     for name, value in values.items():
-        if value and str(value) != str(own.get(name)):
+        if not value:
+            flags += [f"--no_{name}"] if own.get(name) is True else []
+        elif str(value) != str(own.get(name)):
             flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return flags

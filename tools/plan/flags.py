@@ -1,13 +1,16 @@
-"""The flags of scripts/plan_memory.py; those of a run are named as in real_model_example.py."""
+"""The flags of scripts/plan_memory.py: its own, and those of a run that the estimate depends on."""
 
+from distributed_training.cli.flags import add_flag
 from distributed_training.cli.parse import read_command_line
 from distributed_training.cli.parser import Options, Parser
+from distributed_training.cli.resolve import resolve_settings
 from distributed_training.errors import UserError
 from distributed_training.files.user_files import shown
 from distributed_training.memory.fit import check_is_planned
-from distributed_training.optimizers import OPTIMIZERS
-from distributed_training.rank_shares import shown_shares
+from distributed_training.rank_shares import AUTO, shown_shares
 from distributed_training.settings import flag_types
+from distributed_training.settings.settings import FACTS, Settings
+from distributed_training.strategies.strategy import FlagValues
 from tools.plan import cost
 from tools.plan.workload import number_of_gpus
 
@@ -30,19 +33,8 @@ PLANNER_FLAGS = (
     ("gpu_speeds", SIZES, "X[,X...]", "relative speeds, one for each GPU (default: equal)"),
     ("host_memory", SIZE, "GB", "of a node, for offload, infinity and CPU processes"),
     ("nvme_free", SIZE, "GB", "of a node's disk, for infinity"),
-    ("batch_size", flag_types.batch, "N", "sequences per GPU in a micro-batch (default: 4)"),
-    ("seq_length", flag_types.block_length, "N", "tokens in a sequence (default: as for a run)"),
-    ("gradient_accumulation_steps", flag_types.batch, "N", "micro-batches per step (default: 1)"),
-    ("lora_r", flag_types.rank_of_adapters, "R", "train adapters of this rank, freeze the rest"),
-    ("lora_targets", flag_types.label, "LIST", "the layers that get an adapter"),
 )
 SWITCHES = {
-    "--no_fused_gelu": "compute GPT-2's activation as transformers does",
-    "--lora_dora": "also train magnitudes; needs --lora_r",
-    "--load_in_4bit": "frozen weights in 4 bits; needs --lora_r",
-    "--compile": "compile blocks and loss: all logits are computed at once, on a GPU up to 2^31",
-    "--gradient_checkpointing": "recompute activations in backward",
-    "--isolate_documents": "as for --isolate_documents or --packing",
     "--explain": "print each term of the estimate, by phase of a step",
     "--json": "print JSON instead (bytes)",
     "--measure": "cost: measure the rate here, in 10 steps",
@@ -66,17 +58,14 @@ COST_FLAGS = (
     ("save_seconds", SIZE, "S", "time of a save, for --time_limit (default: that of --results)"),
     ("mtbf", SIZE, "H", "hours between failures of a GPU, for --time_limit (default: 50000)"),
 )
-# Flags of a run that a run file sets here, too; --no_fused_gelu and others have another name there.
-SAME_FLAGS = """
-    model batch_size seq_length gradient_accumulation_steps gradient_checkpointing lora_r
-    lora_targets lora_dora load_in_4bit compile optim reduce_dtype strategy
-    """.split()
+# The flags of a run that it has.
+PLANNED = [name for name, facts in FACTS.items() if facts.planned]
 
 
 def build_parser(doc: str) -> Parser:
     """Build the parser; `doc` is the docstring of the script."""
     parser = Parser.of_script(doc)
-    parser.add_argument("--model", type=flag_types.place, default="gpt2", help=MODELS)
+    parser.add_argument("--model", type=flag_types.place, help=MODELS)
     text = "YAML with flags of a run, whose model and workload are planned; the others override it"
     parser.add_argument("--config", type=flag_types.place, metavar="FILE", help=text)
     costs = parser.add_argument_group("cost (needs an amount of work and a rate)")
@@ -85,22 +74,65 @@ def build_parser(doc: str) -> Parser:
             group.add_argument(f"--{name}", type=kind, metavar=placeholder, help=text)
     for flag, text in SWITCHES.items():
         parser.add_argument(flag, action="store_true", help=text)
-    add = parser.add_argument
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
-    add("--optim", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
-    text = "of the gradients that the ranks reduce (default: as a run's)"
-    add("--reduce_dtype", choices=flag_types.REDUCE_DTYPES, help=text)
     text = "find the largest batch or the fewest GPUs for each strategy"
-    add("--solve", choices=("batch", "gpus"), help=text)
-    parser.set_defaults(batch_size=4, gradient_accumulation_steps=1, strategy=None, in_file={})
+    parser.add_argument("--solve", choices=("batch", "gpus"), help=text)
+    run = parser.add_argument_group("the run, as in real_model_example.py (auto: bf16)")
+    for name in PLANNED:
+        add_flag(run, name)
     return parser
 
 
 def read_flags(parser: Parser) -> Options:
-    """Return the flags, with the values of --config as defaults and as `in_file`."""
+    """Return the flags.
+
+    Those of a run have their values also if they come from --config or are defaults. `settings` are
+    the settings of the run, `in_file` the values of --config, and `strategy` its strategy.
+
+    Raises:
+        UserError: the file cannot be planned, or a flag needs another one.
+    """
     args = parser.parse_args()
+    in_file: FlagValues = {}
+    strategy = None
     if args.config is None:
-        return args
+        settings = resolve_settings({"model": args.model or "gpt2"})
+    else:
+        settings, in_file = read_run_file(args)
+        strategy = in_file["strategy"]
+        if args.tokens:
+            args.epochs = args.epochs or settings.training.epochs
+        elif any(getattr(args, flag) for flag in cost.RATE):
+            args.max_steps = args.max_steps or settings.training.max_steps
+    named = ("model", *PLANNED)
+    given = {name: value for name in named if (value := getattr(args, name)) is not None}
+    if given.get("batch_size") == AUTO:
+        raise UserError(
+            "--batch_size auto: a run chooses it on its GPUs. --solve batch finds the largest one."
+        )
+    settings = settings.replace(**given)
+    values = values_of(settings)
+    for name in PLANNED:
+        needs = FACTS[name].needs
+        if values[name] and needs and not values[needs]:
+            raise UserError(f"--{name} needs --{needs}.")
+    return args.replace(**values, settings=settings, in_file=in_file, strategy=strategy)
+
+
+def values_of(settings: Settings) -> FlagValues:
+    """Return the values of the flags of a run that a plan has."""
+    flags = settings.flags()
+    values = {name: flags[name] for name in ("model", *PLANNED)}
+    values["precision"] = "bf16" if flags["precision"] == "auto" else flags["precision"]
+    values["isolate_documents"] = settings.data.isolates_documents  # also with --packing
+    return values
+
+
+def read_run_file(args: Options) -> tuple[Settings, FlagValues]:
+    """Return the settings of --config for the planned GPUs, and its values.
+
+    Raises:
+        UserError: the estimate does not support the run, or it has choices of a run on its GPUs.
+    """
     gpus, _ = number_of_gpus(args)
     run = read_command_line(["--config", args.config], gpus).settings
     if "batch_size" in run.parallelism.to_choose:
@@ -109,17 +141,9 @@ def read_flags(parser: Parser) -> Options:
             "without --config, with --solve batch."
         )
     check_is_planned(run.strategy, run.training.eval_only)
-    flags, isolates = run.flags(), run.data.isolates_documents
-    values = {name: flags[name] for name in SAME_FLAGS} | {
-        "precision": parser.get_default("precision")
-        if flags["precision"] == "auto"
-        else flags["precision"],
-        "no_fused_gelu": not flags["fused_gelu"],
-        "isolate_documents": isolates,
-    }
+    values: dict[str, object] = {**values_of(run), "strategy": run.parallelism.strategy}
     if "strategy" in run.parallelism.to_choose:  # the plan chooses as the run does
         values["strategy"] = None
-    parser.set_defaults(in_file=values, **values)
     if isinstance(run.training.rank_shares, tuple):
         values["rank_shares"] = shown_shares(run.training.rank_shares)
         if not args.gpu_speeds and len(args.gpu_memory or ()) < 2:
@@ -127,8 +151,5 @@ def read_flags(parser: Parser) -> Options:
                 f"{shown(args.config)} has rank_shares: give --gpu_speeds, or --gpu_memory of each "
                 "GPU, from which the shares are planned."
             )
-    if args.tokens:
-        parser.set_defaults(epochs=run.training.epochs)
-    elif any(getattr(args, flag) for flag in cost.RATE):
-        parser.set_defaults(max_steps=run.training.max_steps)
-    return parser.parse_args()
+    # The planned GPUs decide on the shares, and the plan on the strategy.
+    return run.replace(rank_shares=None, to_choose=()), values

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 from distributed_training.cli.parser import Options
 from distributed_training.errors import UserError
-from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.memory.fit import Devices, Limits, planned_device, ranks_of_node
-from distributed_training.settings.data import choose_seq_length
+from distributed_training.planning import planned_workload
 from distributed_training.workload.architectures import name_on_hub
-from distributed_training.workload.workload import Device, Kernels, Workload, adapters
+from distributed_training.workload.workload import Device, Workload
 from tools.plan import cost
 from tools.plan.unequal import UnequalGpus
 
@@ -20,35 +19,20 @@ def read_workload(args: Options) -> tuple[Options, Workload, Devices]:
         UserError: flags do not fit together, or the model cannot be planned.
     """
     gpus, per_node = number_of_gpus(args)
-    for flag in ("lora_targets", "lora_dora", "load_in_4bit"):
-        if getattr(args, flag) and not args.lora_r:
-            raise UserError(f"--{flag} needs --lora_r.")
     if args.solve == "gpus" and not args.gpu_memory:
         raise UserError("--solve gpus needs --gpu_memory: processes on a CPU share its memory.")
     cost.is_planned(args)  # raises if its flags do not fit together
-    model = find_architecture(args.model)
-    length = choose_seq_length(args.seq_length, args.model, model.limit)
-    args = args.replace(model=name_on_hub(args.model), gpus=gpus, seq_length=length)
-    work = Workload(
-        model,
-        gpus,
-        args.batch_size,
-        length,
-        args.precision,
-        args.gradient_checkpointing,
-        args.gradient_accumulation_steps,
-        device=planned_device(args.precision),
-        lora=adapters(model, args.lora_r, args.lora_targets, args.load_in_4bit, args.lora_dora),
-        kernels=Kernels(not args.no_fused_gelu, args.isolate_documents, args.compile),
-        optimizer=args.optim,
-        reduce_dtype=args.reduce_dtype,
-    )
+    device = planned_device(args.precision) if args.gpu_memory else Device("cpu")
+    work = planned_workload(args.settings, gpus, device)
+    if args.reduce_dtype:  # of each strategy
+        work = replace(work, reduce_dtype=args.reduce_dtype)
+    model = name_on_hub(args.model)
+    args = args.replace(model=model, gpus=gpus, seq_length=work.seq_length)
     host, nvme = args.host_memory, args.nvme_free
     if args.gpu_memory:
         limits = [Limits.in_gb(size, host, nvme, per_node) for size in args.gpu_memory]
     else:
         limits = [Limits.of_cpu(host, nvme, per_node)]
-        work = replace(work, device=Device("cpu"))
     if not is_unequal(args):
         return args, work, limits[0]
     of_each = limits if len(limits) == gpus else limits * gpus

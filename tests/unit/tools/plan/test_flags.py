@@ -3,7 +3,9 @@
 import pytest
 
 from distributed_training.errors import UserError
+from tools.plan import command
 from tools.plan import flags as planner_flags
+from tools.plan.workload import read_workload
 
 
 def planned(monkeypatch, file, **flags):
@@ -19,3 +21,25 @@ def test_the_plan_of_a_run_file_with_auto_or_a_global_batch(monkeypatch, tmp_pat
     assert planned(monkeypatch, tmp_path / "b.yaml", strategy="auto").strategy is None
     with pytest.raises(UserError, match="which a run chooses"):
         planned(monkeypatch, tmp_path / "c.yaml", batch_size="auto", global_batch_size=48)
+
+
+def test_a_flag_of_a_run_overrides_the_file_and_is_printed(monkeypatch, tmp_path):
+    """Also one that turns a switch off; before, the planner had no --no_compile."""
+    file = tmp_path / "run.yaml"
+    file.write_text("compile: true\nlora_r: 8\noptim: sgd\nprecision: fp32\n")
+    line = f"plan_memory.py --config {file} --gpu_memory 16 --no_compile --optim adamw"
+    monkeypatch.setattr("sys.argv", line.split())
+    args, work, devices = read_workload(planner_flags.read_flags(planner_flags.build_parser("A.")))
+    assert (work.optimizer, work.kernels.compiled, work.precision) == ("adamw", False, "fp32")
+    printed = command.command_of(args, work, "dp", devices)
+    assert printed.endswith("--no_compile --optim adamw")
+
+
+@pytest.mark.parametrize(
+    "line, problem",
+    [("--lora_dora", "--lora_dora needs --lora_r."), ("--batch_size auto", "--solve batch")],
+)
+def test_flags_of_a_run_that_cannot_be_planned(monkeypatch, line, problem):
+    monkeypatch.setattr("sys.argv", ["plan_memory.py", *line.split()])
+    with pytest.raises(UserError, match=problem):
+        planner_flags.read_flags(planner_flags.build_parser("A plan."))
