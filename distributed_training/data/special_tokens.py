@@ -28,6 +28,15 @@ def start_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
+def number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id that a tokenizer can return + 1: the rows that an embedding needs.
+
+    It is more than `len(tokenizer)` if the ids of added tokens leave a gap.
+    """
+    known = tokenizer.get_vocab().values()
+    return max([*known, *tokenizer.added_tokens_decoder, *start_of(tokenizer)], default=-1) + 1
+
+
 def document_start(tokenizer: PreTrainedTokenizerBase, is_first: bool) -> list[int]:
     """Return the ids before a document: the end of the document before it, and `start_of`.
 

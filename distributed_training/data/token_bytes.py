@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distributed_training.data.special_tokens import number_of_ids
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -33,7 +35,7 @@ def bytes_by_id(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, bool]:
     content = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     of_bytes = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
     falls_back = bool((content.get("model") or {}).get("byte_fallback"))
-    sizes = np.zeros(max(vocabulary.values(), default=0) + 1, np.int64)
+    sizes = np.zeros(number_of_ids(tokenizer), np.int64)
     for token, number in vocabulary.items():
         if number in added:
             sizes[number] = 0 if added[number].special else len(added[number].content.encode())

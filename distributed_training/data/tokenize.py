@@ -87,7 +87,6 @@ def write_split(
 
         dtype, encoded = "int32", encode_examples(usable, tokenizer, text.add, refuse)
     else:
-        # Not len(tokenizer): the ids of some vocabularies have gaps.
         dtype = "uint16" if len(sizes) <= 1 << 16 else "uint32"
         encoded = _encode_documents(usable, tokenizer, text)
     with open(f"{path}.bin", "wb") as file:

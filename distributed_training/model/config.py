@@ -22,6 +22,13 @@ def read_config(folder: str, what: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{what} is a {config.model_type}, which is not a causal language model.")
+    text = config.get_text_config()
+    padding, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(padding, int) and isinstance(rows, int) and padding >= rows:
+        raise UserError(
+            f"{what}: the pad_token_id in its config.json, {padding}, is no row of the embedding, "
+            f"which has {rows} (vocab_size): set it to null, or to the id of another token."
+        )
     return config
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distributed_training import console
 from distributed_training.cli.checks import names_on_hub
+from distributed_training.data.special_tokens import number_of_ids
 from distributed_training.model import weights
 from distributed_training.model.config import max_positions
 from distributed_training.model.locate import Located, locate
@@ -96,8 +97,8 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
     """
     config, tokenizer, folder, notices = located
     what = f"--model {name}"
-    entries = len(read_tokenizer(tokenizer, what))
-    added = max(0, entries - config.get_text_config().vocab_size)
+    rows = number_of_ids(read_tokenizer(tokenizer, what))
+    added = max(0, rows - config.get_text_config().vocab_size)
     enlarged, model = added > 0, None
     random, new_rows = enlarged or folder is None, added if folder else 0
     own_head = folder is not None and weights.check_folder(folder, config, what)
@@ -115,9 +116,9 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
         weights.report_differences(folder, model, info)
     if model and enlarged:
         torch.manual_seed(seed)
-        model.resize_token_embeddings(entries)
+        model.resize_token_embeddings(rows)
         config = model.config
-        notices.append(f"The embedding was enlarged to the tokenizer's {entries:,} entries.")
+        notices.append(f"The embedding was enlarged to {rows:,} rows, for the tokenizer's ids.")
     if folder is None or enlarged:
         folder = weights.save_temporarily(config, model)
     return {

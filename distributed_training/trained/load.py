@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distributed_training import arguments, console
+from distributed_training.data.special_tokens import number_of_ids
 from distributed_training.errors import UserError, explained, first_line
 from distributed_training.model import weights
 from distributed_training.model.config import read_config
@@ -76,7 +77,7 @@ def load(
     """
     be_quiet(False)
     tokenizer = read_tokenizer(_tokenizer_folder(source), source.name)
-    model = _load_model(source, len(tokenizer), DTYPES[precision])
+    model = _load_model(source, number_of_ids(tokenizer), DTYPES[precision])
     return model.to(device).eval(), tokenizer
 
 
@@ -86,11 +87,11 @@ def _tokenizer_folder(source: Source) -> str:
     return str(source.adapters if own else source.folder)
 
 
-def _load_model(source: Source, entries: int, dtype: torch.dtype) -> PreTrainedModel:
+def _load_model(source: Source, ids: int, dtype: torch.dtype) -> PreTrainedModel:
     """Load the weights on the CPU, with those of adapters.
 
     Args:
-        entries: of the tokenizer; the embedding is enlarged to them, as in training.
+        ids: of the tokenizer; the embedding is enlarged to them, as in training.
     """
     folder, what = str(source.folder), source.name
     config = read_config(folder, what)
@@ -98,10 +99,10 @@ def _load_model(source: Source, entries: int, dtype: torch.dtype) -> PreTrainedM
         weights.untie(config)
     model, info = weights.from_folder(folder, config, dtype)
     weights.report_differences(folder, model, info)
-    if added := max(0, entries - model.get_input_embeddings().weight.shape[0]):
+    if added := max(0, ids - model.get_input_embeddings().weight.shape[0]):
         torch.manual_seed(0)
-        model.resize_token_embeddings(entries)
-        console.warn(f"The model has no weights for {added} tokens of its tokenizer: random ones.")
+        model.resize_token_embeddings(ids)
+        console.warn(f"The model has no weights for {added} ids of its tokenizer: random ones.")
     return _with_adapters(model, source.adapters) if source.adapters else model
 
 

@@ -101,3 +101,16 @@ def _tokenizer_of(kind: str):
     added = [AddedToken("aaa"), AddedToken("of the", normalized=True)]
     tokenizer.add_tokens([*added, AddedToken("nd", single_word=True)])
     return tokenizer
+
+
+def with_gap(number: int, token: str = "<|far|>"):
+    """A tokenizer of bytes with an added token of this id; those before it have no token."""
+    from transformers import PreTrainedTokenizerFast
+
+    content = json.loads(gpt2().to_str())
+    added = {"id": number, "content": token, "special": True, "single_word": False}
+    content["added_tokens"].append({**added, **dict.fromkeys(("lstrip", "rstrip"), False)})
+    content["added_tokens"][-1]["normalized"] = False
+    content["model"]["vocab"][token] = number
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<unk>")

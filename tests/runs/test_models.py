@@ -10,9 +10,13 @@ import torch
 from conftest import FAULT, STRATEGIES, assert_close, load_exported, slow, soak
 from one_rank import one_rank
 from safetensors.torch import load_file, save_file
+from tokenizer_zoo import with_gap
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
+from distributed_training import open_model
 from distributed_training.cli.parse import parse_arguments
+from distributed_training.errors import UserError
+from distributed_training.model.config import read_config
 from distributed_training.model.spec import ModelSpec
 from distributed_training.model_parts import transformer_blocks
 
@@ -124,6 +128,29 @@ def test_embeddings_grow_only_when_the_tokenizer_needs_it(script, llama, text_fi
     assert "enlarged" not in base.out and "enlarged" in grown.out
     new = 2 * 64 * (len(tokenizer) - 300)
     assert grown.results["parameters"] == base.results["parameters"] + new
+
+
+def test_embeddings_grow_to_the_largest_id(llama, tmp_path):
+    """Added tokens may leave a gap; what was trained is loaded with the same rows."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    with_gap(1500).save_pretrained(model)
+    flags = ["--model", str(model), "--strategy", "dp"]
+    with one_rank() as ctx:
+        spec = ModelSpec.find(parse_arguments(flags), ctx)
+    assert spec.config.vocab_size == 1501
+    assert open_model(model)[0].get_input_embeddings().weight.shape[0] == 1501
+
+
+@pytest.mark.parametrize("padding", [300, None])
+def test_a_padding_token_beyond_the_embedding_is_refused(llama, tmp_path, padding):
+    """With the remedy of the message, null, the model is accepted."""
+    values = json.loads((llama / "config.json").read_text()) | {"pad_token_id": padding}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    if padding is None:
+        assert read_config(str(tmp_path), "--model X").pad_token_id is None
+        return
+    with pytest.raises(UserError, match=r"pad_token_id.*null"):
+        read_config(str(tmp_path), "--model X")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from streams import ids_of, stream_of, tokenized
-from tokenizer_zoo import tokenizer_of
-from tokenizers import decoders
+from tokenizer_zoo import tokenizer_of, with_gap
+from tokenizers import decoders, processors
 from tool_templates import QWEN, with_template
 
 from distributed_training.checkpoints.other_runs import refuse_other_run
@@ -18,6 +18,7 @@ from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.chat import prompt_of
 from distributed_training.data.corpus import open_corpus, open_split
 from distributed_training.data.sequences import Padding
+from distributed_training.data.special_tokens import number_of_ids
 from distributed_training.errors import UserError
 
 EOS = "<|end|>"
@@ -288,6 +289,30 @@ def test_a_checkpoint_of_a_version_that_began_documents_differently():
     with pytest.raises(UserError, match=r"document_start.*--resume_force"):
         refuse_other_run(saved, begins, forced=False)
     refuse_other_run(saved, begins, forced=True)
+
+
+# -------------------------------------------------------------------------------------------- gaps
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(1500, "uint16"), (70_000, "uint32")])
+def test_a_gap_in_the_ids_of_added_tokens(number, dtype, tmp_path):
+    """The largest id counts, and not the number of tokens."""
+    tokenizer = with_gap(number)
+    assert len(tokenizer) < number_of_ids(tokenizer) == number + 1
+    (tmp_path / "text.txt").write_text("the <|far|> fox")
+    prepared = tokenized(tmp_path / "text.txt", tokenizer, tmp_path / "cache")
+    split = prepared["splits"]["train"]
+    assert (split["dtype"], split["vocabulary"]) == (dtype, number + 1)
+    assert number in ids_of(prepared)
+
+
+def test_an_id_that_only_the_template_of_the_tokenizer_has():
+    """A post-processor has its own ids, which no vocabulary confirms."""
+    tokenizer = tokenizer_of("gpt2")
+    special = [("<s>", number := len(tokenizer) + 5)]
+    start = processors.TemplateProcessing(single="<s> $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = start
+    assert number_of_ids(tokenizer) == number + 1
 
 
 # ------------------------------------------------------------------------------------------- dates
