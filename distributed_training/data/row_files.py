@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import zlib
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import TextIO, TypeVar
 
 from distributed_training.data.rows import (
     BadRow,
+    NotUnicode,
     PlacedRows,
     Position,
     RawRows,
@@ -35,6 +36,11 @@ from distributed_training.files.user_files import shown
 
 Item = TypeVar("Item")
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
+# UTF-32 first: its mark for little-endian begins with that of UTF-16.
+BYTE_ORDER_MARKS = {
+    **dict.fromkeys((BOM_UTF32_LE, BOM_UTF32_BE), "utf-32"),
+    **dict.fromkeys((BOM_UTF16_LE, BOM_UTF16_BE), "utf-16"),
+}
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 
 
@@ -103,13 +109,24 @@ def reading(what: Path | str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{what} is not {error.encoding.upper()} text: unpack an archive, convert other text "
-            "(iconv -f LATIN1 -t UTF-8), or leave the file out with --include."
-        ) from error
+        raise UserError(_not_text(what, error)) from error
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:  # also of pyarrow
         reason = getattr(error, "strerror", None) or first_line(error, 200)
         raise UserError(f"{what} cannot be read: {reason}.") from error
+
+
+def _not_text(what: Path | str, error: UnicodeDecodeError) -> str:
+    """Return the message about a file, or about rows of the hub, with bytes that are no text."""
+    if isinstance(what, str) or type_of(what) == ".parquet":
+        return f"{what} has a text that is not UTF-8: write it again as UTF-8."
+    if not error.encoding.startswith("utf-8"):
+        return (
+            f"{what} is damaged: it begins with the byte-order mark of {error.encoding.upper()}, "
+            f"and is cut or has other bytes ({error.reason}): copy it again."
+        )
+    from distributed_training.files.encodings import conversion  # only for such files
+
+    return f"{what} is not UTF-8 text: {conversion(what, _is_compressed(what))}"
 
 
 def type_of(file: Path) -> str:
@@ -126,20 +143,46 @@ def rows_of_file(file: Path, options: RowOptions) -> Iterator[Row | BadRow]:
     """
     if read := READERS.get(type_of(file)):
         with reading(file):
-            yield from (read_row(row, place, options) for row, place in read(file, options))
+            for row, place in read(file, options):
+                content = read_row(row, place, options)
+                yield _with_encoding(content, file) if isinstance(content, NotUnicode) else content
         return
     yield Row(str(file), format="text files", pieces=_pieces_of(file), is_file=True)
 
 
+def _with_encoding(row: NotUnicode, file: Path) -> BadRow:
+    """Return a bad row whose message names the encoding of its file, unless that is UTF-8."""
+    from distributed_training.files.encodings import conversion  # only for such rows
+
+    problem = conversion(file, _is_compressed(file)) if type_of(file) != ".parquet" else ""
+    return BadRow(f"{row.where}: not UTF-8 text: {problem}") if problem else row
+
+
+def _is_compressed(file: Path) -> bool:
+    return file.suffix.lower() == ".gz"
+
+
 def _open_text(file: Path, errors: str = "surrogateescape", newline: str | None = None) -> TextIO:
-    """Open a file as text: UTF-8, also with a byte-order mark, or UTF-16 with one; also gzip.
+    """Open a file as text: UTF-8, or UTF-16 or UTF-32 with a byte-order mark; also gzip.
 
     A byte that is not UTF-8 becomes half of a surrogate pair, so that its row can be named.
+
+    Raises:
+        UserError: it is UTF-16 or UTF-32 without a mark, whose ASCII letters are valid UTF-8 with
+            zero bytes between them.
     """
     binary: gzip.GzipFile | io.BufferedReader
-    binary = gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb")  # noqa: SIM115
-    utf_16 = binary.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
-    return io.TextIOWrapper(binary, "utf-16" if utf_16 else "utf-8-sig", errors, newline)
+    binary = gzip.open(file) if _is_compressed(file) else open(file, "rb")  # noqa: SIM115
+    start = binary.peek(4096)[:4096]
+    marked = (name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark))
+    encoding = next(marked, "utf-8-sig")
+    if encoding == "utf-8-sig" and b"\0" in start:
+        from distributed_training.files.encodings import without_mark  # only for such files
+
+        if problem := without_mark(file, _is_compressed(file), start):
+            binary.close()
+            raise UserError(f"{file} is not UTF-8 text: {problem}")
+    return io.TextIOWrapper(binary, encoding, errors, newline)
 
 
 def _pieces_of(file: Path) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
@@ -55,6 +56,17 @@ class BadRow(UserError):
     def __init__(self, text: str) -> None:
         # The text may quote bytes that are not UTF-8.
         super().__init__(printable(text.encode(errors="replace").decode()))
+
+
+class NotUnicode(BadRow):
+    """A row with half of a surrogate pair: an escape of JSON, or a byte that is not UTF-8."""
+
+    def __init__(self, where: str, half: str) -> None:
+        super().__init__(
+            f"{where}: {half!r} in it is half of a surrogate pair, which is no character (of an "
+            "emoji that was cut in two, for example): correct the row."
+        )
+        self.where = where
 
 
 @dataclass(frozen=True)
@@ -207,7 +219,7 @@ def format_of_row(row: dict[str, object], options: RowOptions) -> tuple[str, dic
             raise
         raise ValueError(
             f"{error}. It has a list under {path}: if that is the data, write its entries alone, "
-            f"one in each line (jq -c {shown(repr(path + '[]'))} FILE > NEW.jsonl)"
+            f"one in each line (jq -c {shlex.quote(path + '[]')} FILE > NEW.jsonl)"
         ) from error
 
 
@@ -234,8 +246,8 @@ def read_row(row: object, where: str, options: RowOptions) -> Row | BadRow:
 
         content: Content = {"format": name, **convert(values, options.chat_template)}
         return Row(where, **content, trains_all=options.train_on == "all")
-    except UnicodeEncodeError:
-        return BadRow(f"{where}: not UTF-8 text (iconv -f LATIN1 -t UTF-8 converts a file).")
+    except UnicodeEncodeError as error:
+        return NotUnicode(where, error.object[error.start])
     except ValueError as error:
         return BadRow(f"{where}: {error}.")
 

@@ -250,8 +250,8 @@ BAD = {
     "arguments that are a list": (with_call(arguments="[1]"), "not a JSON object but"),
     "a list of arguments": (with_call(arguments=[1]), "not a JSON object but [1]"),
     "deep arguments": (with_call(arguments="[" * 100_000), "are not JSON"),
-    "arguments that are not UTF-8": (with_call(arguments={"city": "\ud800"}), "not UTF-8"),
-    "half of a pair in JSON": (with_call(arguments='{"city": "\\ud800"}'), "not UTF-8"),
+    "arguments that are not UTF-8": (with_call(arguments={"city": "\ud800"}), "surrogate pair"),
+    "half of a pair in JSON": (with_call(arguments='{"city": "\\ud800"}'), "surrogate pair"),
     "a user's call": (
         {"messages": [{**user("?"), "tool_calls": [call({})]}]},
         "only the assistant",
