@@ -12,5 +12,6 @@ run_file       --config: flags in a YAML file
 print_flags    --print_config: the flags of a run, as a run file
 check_run      the first checks of a run
 checks         flags that exclude each other, or need another one; files and folders
+model_folders  advice about a folder that is no model
 hub            the probe of the Hugging Face hub, and what its caches have
 """

@@ -67,9 +67,11 @@ def check_model_path(model_settings: ModelSettings) -> None:
     if is_local and not Path(model).is_dir():
         raise UserError(f"--model {model}: no such folder.")
     if is_local and not Path(model, "config.json").is_file():
+        from distributed_training.cli.model_folders import advice_without_config  # after an error
+
+        advice = advice_without_config(model)
         raise UserError(
-            f"--model {model}: the folder has no config.json, so it is not a complete model. "
-            "A run exports its model to hf/; --merge_lora exports adapters as a complete model."
+            f"--model {model}: the folder has no config.json, so it is no model: {advice}"
         )
     if is_local:
         read_user_json("--model", f"{model}/config.json")

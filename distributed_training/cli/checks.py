@@ -138,6 +138,8 @@ def _is_set(flags: Options, flag: str) -> bool:
 
 def is_local_model(name: str) -> bool:
     """Return whether --model is a folder or is written like a path, and is no name on the hub."""
+    if name == EMBEDDED_MODEL:  # also next to a folder of this name
+        return False
     return os.path.isdir(name) or name.startswith((".", "/")) or name.count("/") > 1
 
 
@@ -177,7 +179,13 @@ def check_data_paths(data: DataSettings) -> None:
     if paths:
         from distributed_training.files.folders import files_of
     for flag, name in paths:
-        files_of(Path(name), f"{flag} {name}", data.include)
+        try:
+            files_of(Path(name), f"{flag} {name}", data.include)
+        except UserError as error:
+            from distributed_training.cli.model_folders import or_of_hub  # after an error
+
+            advice = or_of_hub(name) if flag == "--dataset" else ""
+            raise UserError(f"{str(error).removesuffix('.')}{advice}.") from error
         if os.path.isfile(name) and not os.path.getsize(name):
             raise UserError(f"{flag} {name} is empty.")
     for flag in ("train_split", "eval_split", "dataset_revision"):

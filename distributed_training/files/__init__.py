@@ -7,4 +7,5 @@ weight_files        the weight files in a folder
 json_types          checks of the types in a JSON file
 user_files          JSON and text files that a user writes
 folders             the files of a folder of data
+encodings           files that are not UTF-8, and the commands that convert them
 """

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.cli.hub import download_config
+from distributed_training.cli.model_folders import advice_without_config
 from distributed_training.errors import UserError
 from distributed_training.files import weight_files
 from distributed_training.files.user_files import read_user_json
@@ -32,7 +33,8 @@ def find_architecture(model: str) -> Architecture:
     file = str(Path(model, "config.json")) if Path(model).is_dir() else model
     if not Path(file).exists():
         if Path(model).is_dir():
-            raise UserError(f"--model {model}: this folder has no config.json: use a model folder.")
+            advice = advice_without_config(model)
+            raise UserError(f"--model {model}: this folder has no config.json: {advice}")
         shorts = (short for short, _ in KNOWN_MODELS.values())
         file = download_config(model, [*CONFIGS, *shorts])
     architecture = read_architecture(read_user_json("--model", file), file)

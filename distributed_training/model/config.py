@@ -19,7 +19,13 @@ def read_config(folder: str, what: str) -> PretrainedConfig:
         what: what the user has given, for messages (--model NAME).
     """
     with refused_as(f"{what}: its config.json cannot be used"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, **NO_REMOTE_CODE)
+        except Exception:
+            from distributed_training.model.unreadable import explain_config  # after an error
+
+            explain_config(folder, what)
+            raise
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{what} is a {config.model_type}, which is not a causal language model.")
     text = config.get_text_config()

@@ -8,7 +8,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from distributed_training.errors import UserError, refused_as
 from distributed_training.files.cache import Cache, cache_folder
-from distributed_training.files.user_files import read_text, read_user_json
 from distributed_training.known_models import EMBEDDED_MODEL, EMBEDDED_VOCABULARY
 from distributed_training.model.weights import NO_REMOTE_CODE
 
@@ -33,25 +32,14 @@ def read_tokenizer(
     with refused_as(f"{what}: its tokenizer files cannot be used; copy them again"):
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        except Exception:
-            _name_damaged_file(Path(folder))
+        except Exception as error:
+            from distributed_training.model.unreadable import explain_tokenizer  # after an error
+
+            explain_tokenizer(Path(folder), what, error)
             raise
     if chat_template:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
-
-
-def _name_damaged_file(folder: Path) -> None:
-    """Raise a UserError that names the tokenizer's file that is not JSON or text, if there is one.
-
-    The messages of the libraries do not name the file.
-    """
-    for name in ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"):
-        for file in sorted(folder.glob(name)):
-            read_user_json("The tokenizer's file", str(file))
-    for file in (*sorted(folder.glob("*.jinja")), folder / "merges.txt"):
-        if file.is_file():
-            read_text("The tokenizer's file", str(file))
 
 
 def embedded_tokenizer(cache_dir: str | None) -> str:

@@ -15,6 +15,7 @@ from distributed_training.checkpoints.format import list_checkpoints
 from distributed_training.cli import hub
 from distributed_training.cli.check_run import MODEL_FILES
 from distributed_training.cli.checks import is_local_model
+from distributed_training.cli.model_folders import or_of_hub
 from distributed_training.errors import MissingRequirement, UserError, redact
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import check_readable, read_user_json, shown
@@ -109,7 +110,7 @@ def _in_folder(folder: Path, name: str) -> Source:
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{name} has no model (no config.json or {ADAPTERS}): name the output folder of a run, "
-            "the folder of a model, or a name on the hub."
+            f"or of a model{or_of_hub(name)}."
         )
     _check_weights(folder, name, ("*.safetensors", "pytorch_model*.bin"))
     return Source(name, folder)

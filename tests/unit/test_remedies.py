@@ -5,12 +5,21 @@ import json
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 
 import pytest
+import transformers
+from tokenizer_zoo import tokenizer_of
 
+from distributed_training.cli.check_run import check_model_path
+from distributed_training.cli.checks import check_data_paths, names_on_hub
+from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.row_files import rows_of_file
 from distributed_training.data.rows import BadRow, RowOptions
 from distributed_training.errors import UserError
+from distributed_training.known_models import EMBEDDED_MODEL
+from distributed_training.model.config import read_config
+from distributed_training.model.tokenizer import read_tokenizer
 
 TEXTS = {
     name: line * 5
@@ -193,3 +202,125 @@ def test_rows_inside_an_object(tmp_path, keys, rows):
     [command] = re.findall(r"\((jq .*)\)", refusal_of(tmp_path / "a.json"))
     subprocess.run(command.replace("FILE", "a.json"), shell=True, cwd=tmp_path)
     assert texts_of(tmp_path / "NEW.jsonl") == ["hello"]
+
+
+# -------------------------------------------------------------------------- folders of models, data
+
+
+def checked(name):
+    check_model_path(parse_arguments(["--model", name]).model)
+
+
+def test_a_folder_that_hides_a_model_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2", "org/name"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "notes.txt").write_text("not a model")
+        with pytest.raises(UserError, match=rf"if you mean {name} of the hub, rename"):
+            checked(name)
+        (tmp_path / name).rename(tmp_path / f"my_{name.partition('/')[0]}")
+        assert names_on_hub(name, [])[0] == name
+    with pytest.raises(UserError) as caught:
+        checked("./my_gpt2")
+    assert "of the hub" not in str(caught.value)
+
+
+def test_a_folder_does_not_hide_the_embedded_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / EMBEDDED_MODEL).mkdir()
+    checked(EMBEDDED_MODEL)
+
+
+def test_a_folder_that_hides_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "imdb").mkdir()
+    with pytest.raises(UserError, match=r"no files.*if you mean imdb of the hub, rename"):
+        check_data_paths(parse_arguments(["--dataset", "imdb"]).data)
+    (tmp_path / "imdb").rename(tmp_path / "old")
+    check_data_paths(parse_arguments(["--dataset", "imdb"]).data)
+
+
+def test_the_folder_of_a_run_names_its_export(tmp_path):
+    exported = tmp_path / "my run" / "hf"
+    exported.mkdir(parents=True)
+    (exported / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError) as caught:
+        checked(str(exported.parent))
+    [path] = re.findall(r"name ('.*'),", str(caught.value))
+    checked(path.strip("'"))
+
+
+# --------------------------------------------------------------------------- tokenizers and configs
+
+OWN_CODE = {
+    "tokenizer_class": "OtherTokenizer",
+    "auto_map": {"AutoTokenizer": ["other.Other", None]},
+}
+VERSION_5 = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<mask>"]}
+
+
+def folder_of_tokenizer(folder, settings):
+    """A tokenizer's folder with these values in tokenizer_config.json instead of its own."""
+    tokenizer_of("gpt2").save_pretrained(folder)
+    values = {"eos_token": "<|end|>"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+@pytest.mark.parametrize("settings", [OWN_CODE, VERSION_5])
+def test_a_tokenizer_that_only_other_code_reads(tmp_path, settings):
+    """Of the model, or of a newer transformers, which reads it in this case."""
+    folder = folder_of_tokenizer(tmp_path, settings)
+    if settings == VERSION_5 and transformers.__version__ >= "5":
+        assert read_tokenizer(folder, "--model X")("fox").input_ids
+        return
+    with pytest.raises(UserError) as caught:
+        read_tokenizer(folder, "--model X")
+    message = str(caught.value)
+    assert "copy" not in message and "trust_remote_code" not in message
+    assert "tokenizer_class to PreTrainedTokenizerFast" in message
+    values = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if settings == VERSION_5:
+        assert "rename extra_special_tokens to additional_special_tokens" in message
+        values["additional_special_tokens"] = settings["extra_special_tokens"]
+    expected = tokenizer_of("gpt2")("the fox <mask>").input_ids
+    found = read_tokenizer(folder_of_tokenizer(tmp_path, values), "--model X")
+    assert found("the fox <mask>").input_ids == expected
+
+
+def test_a_tokenizer_without_a_tokenizer_json(tmp_path):
+    """The message names the package for the kind of the file, and no other one."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    for content, package in ((b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\n", "tiktoken")):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        if find_spec(package) is None:
+            with pytest.raises(UserError, match=f"pip install {package}\\.$"):
+                read_tokenizer(str(tmp_path), "--model X")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(OWN_CODE))
+    (tmp_path / "tokenizer.model").rename(tmp_path / "vocab.tiktoken")
+    with pytest.raises(UserError, match=r"own.*without such code"):
+        read_tokenizer(str(tmp_path), "--model X")
+
+
+def test_a_tokenizer_of_a_newer_release_of_tokenizers(tmp_path):
+    folder = folder_of_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["type"] = "NewModel"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="pip install --upgrade tokenizers transformers"):
+        read_tokenizer(folder, "--model X")
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"model_type": "newer"}, "newer.*pip install --upgrade transformers"),
+        ({"model_type": "other", "auto_map": {"AutoConfig": "other.Other"}}, "code of its own"),
+        ({}, "no model_type"),
+    ],
+)
+def test_a_configuration_that_transformers_cannot_read(tmp_path, values, said):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=said) as caught:
+        read_config(str(tmp_path), "--model X")
+    assert "trust_remote_code" not in str(caught.value)
