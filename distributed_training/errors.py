@@ -359,7 +359,7 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"Too many open files",
         TrainingError,
-        "{said}: run `ulimit -n 65536` before the run, or in the job script.",
+        "{said}: run `ulimit -n {files}` before the run, or in the job script.",
     ),
     (
         r"No space left on device|Disk quota exceeded",
@@ -439,6 +439,12 @@ def _memory_limit() -> str:
     return f" `ulimit -v` limits each process to {size / 2**30:.1f} GB: raise it."
 
 
+def most_open_files() -> int:
+    """Return how many open files to allow: 65,536, or the hard limit, which only root can raise."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+
+
 def look_up(error: BaseException) -> UserError | None:
     """Return a new error with the advice of the first row of ADVICE that matches, or None."""
     text, cause = f"{type(error).__name__}: {error}", re.search(NCCL_CAUSE, str(error))
@@ -453,6 +459,7 @@ def look_up(error: BaseException) -> UserError | None:
                     compiler=compiler[0].strip() if compiler else said,
                     port=os.environ.get("MASTER_PORT", "29500"),
                     limit=_memory_limit(),
+                    files=most_open_files(),
                 )
             )
     return None

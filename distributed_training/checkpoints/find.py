@@ -1,5 +1,6 @@
 """Find the checkpoint that --resume selects, and check that it belongs to the run."""
 
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ def _newest(wanted: str, folder: Path, ctx: DistContext) -> FoundCheckpoint | No
     if wanted:
         raise UserError(
             f"--resume: no checkpoint in {wanted}. To convert one of Trainer, DeepSpeed or FSDP: "
-            f"{command_of('scripts/convert_checkpoint.py')} {wanted} --to checkpoint NEW_FOLDER"
+            f"{command_of('scripts/convert_checkpoint.py')} {shlex.quote(str(wanted))} "
+            "--to checkpoint NEW_FOLDER"
         )
     return None

@@ -6,6 +6,7 @@ A file that cannot be used results in a message of one line that names the file.
 import difflib
 import json
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def reason_of(error: Exception, path: str | Path) -> str:
         path: the file, or the folder that contains it and others with the same permissions.
     """
     if isinstance(error, PermissionError):
-        return f"permission denied: its owner can allow it with `chmod -R a+rX {shown(path)}`"
+        command = f"chmod -R a+rX {shlex.quote(str(path))}"
+        return f"permission denied: its owner can allow it with `{command}`"
     return getattr(error, "strerror", None) or first_line(error, 200)
 
 

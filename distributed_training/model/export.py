@@ -9,6 +9,7 @@ An export needs memory for one file of weights on rank 0, and none on the other 
 
 from __future__ import annotations
 
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -84,9 +85,12 @@ def export_model(
     failed, folder = _write_folder(trained, target, text, merges, dtype)
     if failed:
         if checkpoint := trained.keep_weights():
-            convert = command_of("scripts/convert_checkpoint.py")
+            program, place = (
+                command_of("scripts/convert_checkpoint.py"),
+                shlex.quote(str(checkpoint)),
+            )
             advice = (
-                f"The trained weights are in {checkpoint}: `{convert} {checkpoint} --to hf FOLDER` "
+                f"The trained weights are in {checkpoint}: `{program} {place} --to hf FOLDER` "
                 "exports them; so does the same run with --resume."
             )
         else:  # often because the same disk is full

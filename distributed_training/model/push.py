@@ -1,6 +1,7 @@
 """Push the exported model to the Hugging Face hub (--push_to_hub)."""
 
 import re
+import shlex
 from pathlib import Path
 
 from distributed_training import console
@@ -63,6 +64,6 @@ def _upload(repository: str, folder: Path) -> dict:
     except Exception as error:  # the client raises a dozen classes; the first line has the reason
         raise TrainingError(
             f"The push to {repository} failed: {first_line(error, 200).rstrip('.')}. The trained "
-            f"model is in {folder}: `hf upload {repository} {folder}` pushes it."
+            f"model is in {folder}: `hf upload {repository} {shlex.quote(str(folder))}` pushes it."
         ) from error
     return {"repository": repository, "commit": commit.oid}

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import resource
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -16,7 +17,8 @@ from distributed_training.cli.checks import check_data_paths, names_on_hub
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.row_files import rows_of_file
 from distributed_training.data.rows import BadRow, RowOptions
-from distributed_training.errors import UserError
+from distributed_training.errors import UserError, explain
+from distributed_training.files.user_files import reason_of
 from distributed_training.known_models import EMBEDDED_MODEL
 from distributed_training.model.config import read_config
 from distributed_training.model.tokenizer import read_tokenizer
@@ -202,6 +204,25 @@ def test_rows_inside_an_object(tmp_path, keys, rows):
     [command] = re.findall(r"\((jq .*)\)", refusal_of(tmp_path / "a.json"))
     subprocess.run(command.replace("FILE", "a.json"), shell=True, cwd=tmp_path)
     assert texts_of(tmp_path / "NEW.jsonl") == ["hello"]
+
+
+# ------------------------------------------------------------------------- permissions and limits
+
+
+def test_the_command_that_allows_to_read_a_folder(tmp_path):
+    """A name with a space is quoted, and a long one is not shortened."""
+    (folder := tmp_path / f"my {'long ' * 30}folder").mkdir(mode=0o700)
+    (file := folder / "a.txt").touch(mode=0o600)
+    [command] = re.findall(r"`(.*)`", reason_of(PermissionError(), folder))
+    subprocess.run(command, shell=True, check=True)
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o755, 0o644)
+
+
+@pytest.mark.parametrize("hard, most", [(4096, 4096), (1 << 20, 65536), (-1, 65536)])
+def test_the_advised_number_of_open_files_is_allowed(monkeypatch, hard, most):
+    """Only root can raise the hard limit."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, hard))
+    assert f"`ulimit -n {most}`" in str(explain(OSError(24, "Too many open files")))
 
 
 # -------------------------------------------------------------------------- folders of models, data

@@ -6,7 +6,7 @@ import resource
 
 import torch
 
-from distributed_training.errors import UserError, redact
+from distributed_training.errors import UserError, most_open_files, redact
 from distributed_training.process import versions
 from distributed_training.ranks.compiler import check_compile
 from distributed_training.ranks.context import DistContext
@@ -75,7 +75,10 @@ def requirements(strategy: Strategy, accumulation: int) -> Line | None:
 def limits() -> Line:
     """Check how many files a process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy, status = "ulimit -n 65536 before the run", PROBLEM if files < 128 else WARNING
+    most, status = most_open_files(), PROBLEM if files < 128 else WARNING
+    remedy = f"ulimit -n {most} before the run"
+    if most <= files:
+        remedy = "root must raise the hard limit; then ulimit -n 65536 before the run"
     return line_of(files >= 1024, "open files", f"{files} (ulimit -n)", remedy, status)
 
 
