@@ -12,6 +12,7 @@ import torch
 from distributed_training import console
 from distributed_training.data.batches import initial_counts
 from distributed_training.data.opening import Datasets
+from distributed_training.hardware import computes_bf16, cpu_fact
 from distributed_training.memory.measure import MemoryByPhase
 from distributed_training.model.spec import ModelSpec
 from distributed_training.ranks.context import DistContext
@@ -163,6 +164,11 @@ def say_settings(training: TrainingSettings, ctx: DistContext) -> None:
     on_gpu, assigned = ctx.device.type == "cuda", os.environ.get("SLURM_GPUS_ON_NODE", "0")
     if not on_gpu and training.device == "auto" and assigned not in ("", "0"):
         console.warn(f"Slurm assigned GPUs to this node ({assigned}), and none is visible here.")
+    if ctx.precision == "bf16" and not computes_bf16(ctx.device) and cpu_fact("flags"):
+        console.warn(
+            "This CPU has no instructions for bf16, which PyTorch emulates: this run is several "
+            "times slower than with --precision fp32."
+        )
     details = f"threads: {torch.get_num_threads()}"
     if on_gpu:
         details = torch.cuda.get_device_name(ctx.device)

@@ -15,6 +15,7 @@ import transformers
 from conftest import skip
 from transformers.integrations import sdpa_attention
 
+from distributed_training import hardware
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.batches import StepBatch, copy_ahead
 from distributed_training.errors import MissingRequirement, UserError
@@ -25,6 +26,7 @@ from distributed_training.ranks.launch import Launch
 from distributed_training.ranks.process_group import Arrival, RankDevice, compare_devices
 from distributed_training.ranks.tuning import choose_device, choose_hardware, choose_precision
 from distributed_training.records.results_types import PHASES
+from distributed_training.run import start_log
 from distributed_training.run.start_log import say_settings
 from distributed_training.run.step_meter import StepMeter
 from distributed_training.workload.architectures import read_architecture
@@ -126,6 +128,30 @@ def test_precision_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(UserError, match="Tesla T4"):
         choose_precision("bf16", GPU)
+
+
+@pytest.mark.parametrize(
+    "flags, chosen, is_slow",
+    [
+        ("fpu avx2 fma", "fp32", True),
+        ("fpu avx2 avx512f avx512_vnni", "fp32", True),
+        ("fpu avx512f avx512_bf16", "bf16", False),
+        ("fpu amx_bf16 amx_tile", "bf16", False),
+        ("", "fp32", False),  # nothing is known, for example on macOS
+    ],
+)
+def test_precision_on_a_cpu(monkeypatch, capsys, flags, chosen, is_slow):
+    """auto leaves out a bf16 that is emulated; a notice says that it is slow."""
+    for module in (hardware, start_log):
+        monkeypatch.setattr(module, "cpu_fact", lambda name: flags)
+    monkeypatch.setattr(hardware, "cpu_computes_bf16", hardware.cpu_computes_bf16.__wrapped__)
+    cpu, training = torch.device("cpu"), parse_arguments(["--strategy", "dp"]).training
+    assert choose_precision("auto", cpu) == chosen
+    for precision in ("auto", "bf16", "fp32"):
+        ctx = SimpleNamespace(device=cpu, precision=choose_precision(precision, cpu), world_size=1)
+        say_settings(training, ctx)
+        said = "--precision fp32" in capsys.readouterr().out
+        assert said == (is_slow and precision == "bf16")
 
 
 # --------------------------------------------------------- a GPU that is there and cannot be used
