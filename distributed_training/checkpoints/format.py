@@ -15,6 +15,8 @@ FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step-([0-9]{8})")  # not \d, which also matches digits of other scripts
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW
 MOMENTUM = "momentum_buffer"  # the kind that a matrix of Muon has instead of the last two
+# Entries of the run signature; the second one is of the hub.
+FROZEN, COMMIT = "frozen weights digest", "commit of the frozen weights"
 BUFFERS = "model/buffers.safetensors"
 WHOLE_STATES = "optimizer.safetensors"  # have no element for each weight: Adafactor's
 

@@ -124,9 +124,10 @@ class CheckpointManager:
 
     def _verified(self, folder: Path) -> tuple[JsonObject, str]:
         """Return the manifest of a checkpoint, and what is wrong with it or ""; see `verify`."""
-        from distributed_training.checkpoints.verify import verify  # most runs load none
+        from distributed_training.checkpoints import other_runs, verify  # most runs load none
 
-        return verify(folder, self.ctx)
+        manifest, problem = verify.verify(folder, self.ctx)
+        return manifest, problem or other_runs.other_weights(manifest["identity"], self.identity)
 
     def _load_weights(self, path: Path, manifest: JsonObject) -> None:
         self.contents.load_weights(path, manifest)

@@ -1,6 +1,7 @@
 """Compare the signature of a checkpoint with that of the run that resumes it."""
 
 from distributed_training import console
+from distributed_training.checkpoints.format import COMMIT, FROZEN
 from distributed_training.errors import UserError, same_redacted
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import shown
@@ -26,13 +27,36 @@ def refuse_other_run(saved: JsonObject, current: JsonObject, forced: bool) -> No
     for part in ("hard",) if forced else ("hard", "soft"):
         if found := differences(saved[part], current[part], *WHERE):
             advice = " Use --resume_force to resume nevertheless." if part == "soft" else ""
+            if FROZEN in saved[part] and saved[part][FROZEN] != current[part].get(FROZEN):
+                advice = _advice_for_frozen(saved, current)
             raise UserError(
                 f"--resume: the checkpoint is of another run: {'; '.join(found)}.{advice}"
             )
 
 
+def _advice_for_frozen(saved: JsonObject, current: JsonObject) -> str:
+    """Return the advice for a run whose frozen weights are not those of the checkpoint."""
+    commit = saved["told"].get(COMMIT)
+    if commit and commit != current["told"].get(COMMIT):
+        advice = f"the adapters were trained with: --model_revision {shown(commit)} --resume_force"
+    else:
+        advice = "the adapters were trained with; the weights of --model have changed since"
+    return f" Use the weights that {advice}."
+
+
+def other_weights(saved: JsonObject, current: JsonObject) -> str:
+    """Return a clause that says why weights of one run are useless in another, or ""."""
+    found = differences(saved["hard"], current["hard"], *WHERE)
+    return f"it is of another run ({'; '.join(found)})" if found else ""
+
+
 def report_changes(saved: JsonObject, current: JsonObject) -> None:
-    """Warn of the differences between two run signatures that are not refused."""
+    """Warn of what differs between two run signatures and is not refused, or not known."""
+    if FROZEN in current["hard"] and FROZEN not in saved["hard"]:
+        console.warn(
+            "--resume: the checkpoint does not record its frozen weights, because an earlier "
+            "version saved it: they are not compared with those of --model."
+        )
     for part in ("soft", "told"):
         if found := differences(saved[part], current[part], *WHERE):
             console.warn(f"--resume: the settings have changed: {'; '.join(found)}.")

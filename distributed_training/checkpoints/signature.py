@@ -11,6 +11,7 @@ import os
 
 from torch import nn
 
+from distributed_training.checkpoints.format import COMMIT, FROZEN
 from distributed_training.data.special_tokens import start_of, tokenizer_fingerprint
 from distributed_training.files.json_types import JsonObject
 from distributed_training.model.spec import ModelSpec
@@ -62,6 +63,7 @@ def run_signature(
         # The frozen weights are not part of a checkpoint.
         frozen = f"random, from seed {training.seed}" if spec.weights.random else "as they came"
         must_match["frozen weights"] = frozen + (", in 4 bits" if spec.weights.in_4bit else "")
+        must_match[FROZEN] = spec.weights.frozen["digest"]
     # Whether a stream contains conversations or documents is not known in advance.
     may_be_chat, may_be_text = (
         data.streaming or dataset["kind"] in (kind, "mixed") for kind in ("chat", "text")
@@ -84,6 +86,7 @@ def run_signature(
     informational |= {
         "rank_shares": shown_shares(training.rank_shares),
         "reduce_dtype": settings.strategy.reduce_dtype,
+        COMMIT: spec.weights.frozen.get("commit"),
     }
     return {"hard": must_match, "soft": should_match, "told": informational}
 

@@ -10,6 +10,7 @@ prepare   a loaded model for training: its forward pass, its device
 loss      the next-token loss, computed in chunks of the logits by the output layer
 isolation attention within a document, where a sequence has several
 lora      LoRA adapters, attached by peft; merging: added to the weights for an export
+frozen    what identifies the frozen weights under adapters
 generate  text from a model that may be sharded over the ranks
 export    the trained model as a folder for `from_pretrained`; card: its model card
 trained_model  what an export needs of a run

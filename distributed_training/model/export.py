@@ -122,9 +122,9 @@ def _write_folder(
     if temporary and folder:
         errors.attempt(spec.describe, folder, dtype, merges)
     if spec.lora and merges:
-        from distributed_training.model.merging import write_merged
+        from distributed_training.model.merging import load_frozen, write_merged
 
-        load = partial(spec.load, ctx, dtype="auto")
+        load = partial(load_frozen, spec, ctx)
         write_merged(load, trained.weights, folder, dtype, errors)
     else:
         _write_trained(trained, folder, dtype, errors)

@@ -8,9 +8,24 @@ from torch import nn
 
 from distributed_training.errors import FirstError
 from distributed_training.files.safetensors_writer import WeightFiles
+from distributed_training.model.frozen import refuse_changed
 from distributed_training.model.lora import base_name, merged
+from distributed_training.model.spec import ModelSpec
 from distributed_training.model.weights import persistent_buffers
+from distributed_training.ranks.context import DistContext
 from distributed_training.strategies.optimizer_shards import ShardedState
+
+
+def load_frozen(spec: ModelSpec, ctx: DistContext) -> nn.Module:
+    """Load the model with its frozen weights again: memory-mapped, not copied.
+
+    Raises:
+        UserError: their files have changed since the run has loaded them.
+    """
+    source = spec.weights
+    if not source.random:  # those are in a temporary folder of this run
+        refuse_changed(source.folder, spec.config, source.frozen["digest"])
+    return spec.load(ctx, dtype="auto")
 
 
 def write_merged(
@@ -33,7 +48,6 @@ def write_merged(
     }
 
     def write(folder: Path) -> None:
-        # The frozen weights are read again from their files: memory-mapped, not copied.
         model = load()
         frozen = {n: p.shape for n, p in model.named_parameters() if n not in adapters}
         shapes = {base_name(name): shape for name, shape in frozen.items()}

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from distributed_training import console
 from distributed_training.cli.checks import names_on_hub
 from distributed_training.data.special_tokens import number_of_ids
+from distributed_training.files.json_types import JsonObject
 from distributed_training.model import weights
 from distributed_training.model.config import max_positions
 from distributed_training.model.locate import Located, locate
@@ -35,6 +36,7 @@ class Prepared(TypedDict):
     random: bool  # see WeightSource
     new_rows: int  # see WeightSource
     own_head: bool  # see `weights.check_folder`
+    frozen: JsonObject  # see WeightSource
 
 
 def find_folders(
@@ -59,7 +61,12 @@ def find_folders(
 
     def prepare() -> Prepared:
         parts = locate(model_settings, data.cache_dir, True, offline)
-        return _prepare_folders(parts, name, seed, shared)
+        prepared = _prepare_folders(parts, name, seed, shared)
+        if model_settings.lora_r is not None:
+            from distributed_training.model.frozen import identity_of  # only with the flag
+
+            prepared["frozen"] = identity_of(parts.config, parts.weights, prepared["weights"])
+        return prepared
 
     return ctx.once_per_node("model", prepare)
 
@@ -128,4 +135,5 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
         "random": random,
         "new_rows": new_rows,
         "own_head": own_head,
+        "frozen": {},
     }

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from distributed_training import console
 from distributed_training.errors import TrainingError, redact, refused_as
 from distributed_training.files.atomic import remove_temporary_folder, write_text
+from distributed_training.files.json_types import JsonObject
 from distributed_training.model import resolve, weights
 from distributed_training.model.config import (
     apply_flags,
@@ -43,6 +44,7 @@ class WeightSource:
     new_rows: int = 0  # rows added to an embedding that was not random
     dtype: torch.dtype = torch.float32  # of the loaded weights; adapters are in fp32
     in_4bit: bool = False  # weights of linear layers are loaded in 4 bits, on the rank's device
+    frozen: JsonObject = field(default_factory=dict)  # under adapters: see `frozen.identity_of`
 
     def remove_drawn(self) -> None:
         """Remove the folder if its weights were drawn for this run; call it once loaded."""
@@ -144,6 +146,7 @@ class ModelSpec:
                 found["new_rows"],
                 weights.weights_dtype(strategy, adapters, ctx),
                 model_settings.load_in_4bit,
+                found["frozen"],
             )
             spec = cls(config, tokenizer, generation, source, length, lora, own_settings)
         if data.isolates_documents:

@@ -28,10 +28,15 @@ SIGNATURE_NAMES = {
     "fsdp_reduce_dtype": "reduce_dtype",  # of earlier versions
 }
 # Not recorded by earlier versions: a difference counts only if both runs have them.
-RECORDED_LATER = ("token digest", "validation token digest", "rendered template")
+RECORDED_LATER = (
+    "token digest",
+    "validation token digest",
+    "rendered template",
+    "frozen weights digest",
+)
 # What other facts of a run can change: entries of the run signature, and keys of results.json.
 OTHER_FACTS = {
-    MODEL: "parameters, shapes, frozen weights",
+    MODEL: "parameters, shapes, frozen weights, frozen weights digest",
     TOKENS: """tokenizer, template, data digest, token digest, rendered template,
         tokens that begin a document""",
     ORDER: "sequences",

@@ -12,6 +12,7 @@ from distributed_training.data.special_tokens import number_of_ids
 from distributed_training.errors import UserError, explained, first_line
 from distributed_training.model import weights
 from distributed_training.model.config import read_config
+from distributed_training.model.frozen import digest_of_files
 from distributed_training.model.generate import end_ids
 from distributed_training.model.resolve import be_quiet
 from distributed_training.model.tokenizer import read_tokenizer
@@ -103,7 +104,14 @@ def _load_model(source: Source, ids: int, dtype: torch.dtype) -> PreTrainedModel
         torch.manual_seed(0)
         model.resize_token_embeddings(ids)
         console.warn(f"The model has no weights for {added} ids of its tokenizer: random ones.")
-    return _with_adapters(model, source.adapters) if source.adapters else model
+    if source.adapters is None:
+        return model
+    if source.base_digest not in (None, digest_of_files(source.folder, config)):
+        console.warn(
+            f"The weights in {folder} are not those that the adapters were trained with: restore "
+            "them, or the answers are those of another model."
+        )
+    return _with_adapters(model, source.adapters)
 
 
 def _with_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

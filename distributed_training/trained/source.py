@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed_training.about import command_of
-from distributed_training.checkpoints.format import list_checkpoints
+from distributed_training.checkpoints.format import FROZEN, list_checkpoints
 from distributed_training.cli import hub
 from distributed_training.cli.check_run import MODEL_FILES
 from distributed_training.cli.checks import is_local_model
@@ -38,6 +38,7 @@ class Source:
     folder: Path  # configuration, tokenizer, weights; with adapters those of the base model
     adapters: Path | None = None  # LoRA adapters, and perhaps a tokenizer
     is_chat: bool | None = None  # whether a run trained on conversations; None: not known
+    base_digest: str | None = None  # of the base model with which a run trained the adapters
 
 
 def find_source(text: str) -> Source:
@@ -58,7 +59,7 @@ def find_source(text: str) -> Source:
     source = _in_folder(path, str(path))
     run = path.absolute().parent  # of hf/ in a run
     if path.absolute().name == "hf" and (run / "results.json").is_file():
-        source = replace(source, is_chat=_is_chat(read_folder(run).results))
+        return _with_facts(source, read_folder(run).results)
     return source
 
 
@@ -74,11 +75,14 @@ def _of_run(path: Path) -> Source:
     source = _in_folder(folder, str(folder))
     if source.adapters and flags.get("from_scratch"):
         raise UserError(RANDOM_BASE.format(folder))
-    return replace(source, is_chat=_is_chat(results))
+    return _with_facts(source, results)
 
 
-def _is_chat(results: JsonObject) -> bool | None:
-    return KINDS.get(str((results.get("dataset") or {}).get("kind")))
+def _with_facts(source: Source, results: JsonObject) -> Source:
+    """Return a source with what results.json says about the run that exported it."""
+    kind = str((results.get("dataset") or {}).get("kind"))
+    must_match = (results.get("run_signature") or {}).get("hard") or {}
+    return replace(source, is_chat=KINDS.get(kind), base_digest=must_match.get(FROZEN))
 
 
 def _why_not_exported(path: Path, flags: JsonObject, status: str | None) -> str:

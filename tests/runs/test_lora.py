@@ -96,6 +96,22 @@ def test_a_checkpoint_of_adapters_goes_on_under_another_strategy(script, plain, 
     assert refused.code == 2 and "another run" in refused.error
 
 
+def test_a_checkpoint_of_adapters_does_not_go_on_with_another_base(
+    script, plain, work, llama, tmp_path
+):
+    from safetensors.torch import load_file, save_file
+
+    changed = shutil.copytree(llama, tmp_path / "changed")
+    tensors = load_file(llama / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    start = plain.folder / "checkpoints" / "step-00000004"
+    flags = ["--batch_size", "4", "--model", changed, "--resume_force", "--resume", start]
+    refused = script(*work, *flags, ok=False)
+    assert refused.code == 2 and "frozen weights digest" in refused.error
+    assert "Use the weights that the adapters were trained with" in refused.error
+
+
 def test_rslora_scales_by_the_root_of_the_rank(script, plain, work):
     """6 / √4 is 12 / 4."""
     run = script(*work, "--batch_size", "4", "--use_rslora", "--lora_alpha", "6", "--no_eval")
