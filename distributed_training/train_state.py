@@ -39,7 +39,8 @@ class TrainState:
     samples: int = 0  # sequences of these steps, over all ranks
     step_samples: int = 0  # sequences of the last step
     tokens: int = 0  # tokens of these steps, over all ranks
-    # {"loss", "step", "waited": evaluations since} of the best evaluation; None before the first.
+    # Of the best evaluation: {"loss", "step", "waited": evaluations since, "evaluated": the step of
+    # the last one}; None before the first.
     best: dict | None = None
     training_seconds: float = 0.0  # time of these steps
     first_loss: float | None = None  # of these steps
@@ -119,13 +120,20 @@ class TrainState:
         self.last_loss = loss
         self.tokens += tokens
 
+    def _trained_since(self, evaluated: int) -> bool:
+        """Whether a step was made since an evaluation, which a resumed run may repeat."""
+        return bool({*range(evaluated + 1, self.step + 1)} - {*self.skipped_steps})
+
     def add_evaluation(self, loss: float) -> None:
         """Record an evaluation after the current step, and decide on early stopping."""
         if self.step == 0:  # --eval_first: the model has not been trained yet
             return
-        if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
-            self.best = {"loss": loss, "step": self.step, "waited": 0}
-        elif self.best and self.best["step"] != self.step:  # a resumed run may repeat that one
-            self.best = {**self.best, "waited": self.best["waited"] + 1}
+        best = self.best
+        if best is None or self._trained_since(best.get("evaluated", best["step"])):
+            if math.isfinite(loss) and (best is None or loss < best["loss"]):
+                best = {"loss": loss, "step": self.step, "waited": 0}
+            elif best:
+                best = {**best, "waited": best["waited"] + 1}
+            self.best = best and {**best, "evaluated": self.step}
         patience_is_over = self.patience and self.best and self.best["waited"] >= self.patience
         self.stopped_early = bool(patience_is_over) and self.step < self.total_steps

@@ -33,7 +33,9 @@ LANE = record(
 )
 COUNTERS = record(
     {},
-    best=optional(record({"loss": is_number, "step": is_count, "waited": is_count})),
+    best=optional(
+        record({"loss": is_number, "step": is_count, "waited": is_count}, evaluated=is_count)
+    ),
     training_seconds=is_number,
     skipped_steps=list_of(is_count),
     rank_sequences=list_of(record({}, from_step=is_count, sequences=list_of(is_count))),

@@ -165,6 +165,31 @@ def test_early_stopping_counts_evaluations_without_improvement():
     assert state.best["loss"] == 1.5 and state.best["step"] == 3 and state.finished
 
 
+def test_an_evaluation_of_the_same_weights_is_not_counted():
+    """After skipped steps only, or repeated by a resumed run; the early stop is decided again."""
+    state = state_of(evaluations=EvaluationPlan(every=2, patience=1))
+    state.advance()
+    state.add_evaluation(2.0)
+    for _ in range(2):
+        state.skip()
+        state.add_evaluation(2.0)
+        assert (state.best["waited"], state.stopped_early) == (0, False)
+    state.skip()
+    state.advance()
+    state.add_evaluation(2.0)
+    assert (state.best["waited"], state.stopped_early) == (1, True)
+    state.stopped_early = False  # as after a resume
+    state.add_evaluation(2.0)
+    assert (state.best["waited"], state.stopped_early) == (1, True)
+    # Checkpoints of earlier versions do not have the step of the last evaluation.
+    state = state_of(step=3, best={"loss": 2.0, "step": 2, "waited": 0}, skipped_steps=[3])
+    state.add_evaluation(2.0)
+    assert state.best["waited"] == 0
+    state.advance()
+    state.add_evaluation(2.0)
+    assert state.best == {"loss": 2.0, "step": 2, "waited": 1, "evaluated": 4}
+
+
 def test_a_resumed_run_continues_the_counters():
     settings = parse_arguments(["--batch_size", "4", "--max_steps", "6"])
     one_rank = SimpleNamespace(world_size=1, nodes=ONE_NODE)
