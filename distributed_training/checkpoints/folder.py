@@ -31,11 +31,15 @@ class CheckpointFolder(NamedTuple):
         atomic.write_text(self.path / mark, f"{self.of_step(step).name}\n")
 
     def replace_best(self, step: int, keeps_old: bool) -> None:
-        """Mark a step's checkpoint as the best one, and remove the old one unless it is kept."""
+        """Mark a step's checkpoint as the best one, and remove the old one unless it is kept.
+
+        --keep_last did not remove it while it was the best.
+        """
         old = files.marked(self.path, "best")
         self.mark("best", step)
         if old not in ("", files.marked(self.path, "best")) and not keeps_old:
             shutil.rmtree(self.path / old, ignore_errors=True)
+        self._remove_old()
 
     def remove_leftovers(self) -> None:
         """Remove what killed runs have left."""
@@ -47,13 +51,15 @@ class CheckpointFolder(NamedTuple):
             if files.step_of(path) > step:
                 atomic.set_aside(path, f"aside-{path.name}")
 
+    def _remove_old(self) -> None:
+        for old in files.list_checkpoints(self.path)[self.keep_last :] if self.keep_last else ():
+            if old.name != files.marked(self.path, "best"):
+                shutil.rmtree(old, ignore_errors=True)
+
     def add(self, unfinished: Path, final: Path) -> None:
         """Rename the folder of a complete checkpoint, and remove old ones (--keep_last)."""
         os.replace(unfinished, final)
-        if self.keep_last:
-            for old in files.list_checkpoints(self.path)[self.keep_last :]:
-                if old.name != files.marked(self.path, "best"):
-                    shutil.rmtree(old, ignore_errors=True)
+        self._remove_old()
         try:  # the checkpoint is complete, also if the disk is full now
             atomic.sync(self.path)
             atomic.sync(self.path.parent)
