@@ -2,7 +2,7 @@
 
 manager    when to save, how to resume, which checkpoints to keep
 signature  what identifies a run, in each checkpoint
-other_runs whether a checkpoint belongs to the run that resumes it
+other_runs whether a checkpoint belongs to the run that resumes it; best: its best evaluation
 find       the checkpoint that --resume selects
 folder     the folder of a run's checkpoints: its marks, and which ones are removed
 contents   what is saved in a checkpoint, and loaded from it

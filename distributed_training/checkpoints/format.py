@@ -17,6 +17,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW
 MOMENTUM = "momentum_buffer"  # the kind that a matrix of Muon has instead of the last two
 # Entries of the run signature; the second one is of the hub.
 FROZEN, COMMIT = "frozen weights digest", "commit of the frozen weights"
+EVALUATED = "evaluated sequences"  # an entry of the run signature: their number
 BUFFERS = "model/buffers.safetensors"
 WHOLE_STATES = "optimizer.safetensors"  # have no element for each weight: Adafactor's
 

@@ -52,6 +52,7 @@ class CheckpointManager:
     best_is_loaded: bool = False  # whether `load_best` left the best weights in the model
     # Step of the checkpoint in `folder` that was saved last, or that this run continues.
     _saved_at: int = -1
+    _best_at: Path | None = None  # the best checkpoint of a run that continues from another folder
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
     _stop: DelayedFlag = field(default_factory=DelayedFlag)
 
@@ -67,7 +68,7 @@ class CheckpointManager:
     ) -> CheckpointManager:
         """Create the manager of a run."""
         training, output = settings.training, settings.output
-        identity = signature.run_signature(settings, ctx, spec, datasets.facts, objects.module)
+        identity = signature.run_signature(settings, ctx, spec, datasets, objects.module)
         state = None if training.eval_only else objects.sharded_state(ctx.device)
         return cls(
             ctx,
@@ -103,23 +104,21 @@ class CheckpointManager:
         if found is None:
             return NEW_RUN
         path, manifest = found
-        from distributed_training.checkpoints import other_runs  # only a run that resumes
+        from distributed_training.checkpoints import best, other_runs  # only a run that resumes
 
         saved_by, forced = manifest["identity"], self.output.resume_force
         other_runs.refuse_other_run(saved_by, self.identity, forced)
         other_runs.report_changes(saved_by, self.identity)
         self._load_weights(path, manifest)
         self.contents.load_progress(manifest)
-        counters = manifest["counters"]
-        if self.keeps_best and (best := counters["best"]):
-            best_folder = self.folder.of_step(best["step"])
-            if not self.ctx.broadcast_from_rank0(best_folder.is_dir()):
-                counters = {**counters, "best": None}
-                console.warn(f"{best_folder} is missing: a later evaluation is the best.")
+        evaluation, best_at = best.best_of(found, self.identity, self.keeps_best, self.ctx)
+        counters = {**manifest["counters"], "best": evaluation}
         dist.barrier()  # after it every rank has loaded its shards
         console.print0(f"▶️  Resumed from {path}")
         if path.resolve() == self.folder.of_step(counters["step"]).resolve():
             self._saved_at = counters["step"]
+        elif self.keeps_best and evaluation:
+            self._best_at = best_at
         return counters
 
     def _verified(self, folder: Path) -> tuple[JsonObject, str]:
@@ -133,19 +132,26 @@ class CheckpointManager:
         self.contents.load_weights(path, manifest)
         self._loaded_from = path
 
-    def take_over(self, best: dict | None, clean: bool) -> None:
+    def take_over(self, state: TrainState, clean: bool) -> None:
         """Rename checkpoints after the resumed one, when all checks of the run have passed.
 
         Those are damaged, or of a replaced run. `clean` also removes what killed runs left. Call it
         before the first save.
         """
-        if not self.ctx.is_main:
-            return
-        if clean:
-            self.folder.remove_leftovers()
-        self.folder.set_aside_after(self._saved_at)
-        if best and self.keeps_best:
-            self.folder.mark("best", best["step"])
+        best = state.best if self.keeps_best else None
+        if self.ctx.is_main:
+            if clean:
+                self.folder.remove_leftovers()
+            if best and self._best_at:
+                from distributed_training.checkpoints.best import take_over  # of another folder
+
+                take_over(self._best_at, best["step"], self.folder)
+            else:
+                self.folder.set_aside_after(self._saved_at)
+            if best:
+                self.folder.mark("best", best["step"])
+        if best and self._best_at and best["step"] == state.step:
+            self._saved_at = state.step
 
     def load_best(self, best: int, now: int) -> None:
         """Load the weights of the best evaluation's step; if damaged, those of `now` stay."""

@@ -11,7 +11,8 @@ import os
 
 from torch import nn
 
-from distributed_training.checkpoints.format import COMMIT, FROZEN
+from distributed_training.checkpoints.format import COMMIT, EVALUATED, FROZEN
+from distributed_training.data.opening import Datasets
 from distributed_training.data.special_tokens import start_of, tokenizer_fingerprint
 from distributed_training.files.json_types import JsonObject
 from distributed_training.model.spec import ModelSpec
@@ -43,15 +44,14 @@ def flags_signature(data: DataSettings, training: TrainingSettings, world_size: 
 
 
 def run_signature(
-    settings: Settings, ctx: DistContext, spec: ModelSpec, dataset: JsonObject, module: nn.Module
+    settings: Settings, ctx: DistContext, spec: ModelSpec, datasets: Datasets, module: nn.Module
 ) -> JsonObject:
     """Return the run signature.
 
     Args:
-        dataset: the dataset's entry in results.json.
         module: the model without its wrapper.
     """
-    data, training = settings.data, settings.training
+    data, training, dataset = settings.data, settings.training, datasets.facts
     shapes = {name: full_shape(p) for name, p in module.named_parameters()}
     must_match = {
         "parameters": spec.counts.total,
@@ -86,6 +86,7 @@ def run_signature(
     informational |= {
         "rank_shares": shown_shares(training.rank_shares),
         "reduce_dtype": settings.strategy.reduce_dtype,
+        EVALUATED: datasets.validation.num_sequences,
         COMMIT: spec.weights.frozen.get("commit"),
     }
     return {"hard": must_match, "soft": should_match, "told": informational}

@@ -33,6 +33,7 @@ RECORDED_LATER = (
     "validation token digest",
     "rendered template",
     "frozen weights digest",
+    "evaluated sequences",
 )
 # What other facts of a run can change: entries of the run signature, and keys of results.json.
 OTHER_FACTS = {
@@ -47,7 +48,7 @@ OTHER_FACTS = {
     ROUNDING: """ranks, backend, tf32, gpu, cpu, cores, torch version, deepspeed version,
         transformers version, numpy version, peft version, cuda version, rocm version,
         code_digest""",
-    EVALUATIONS: "validation digest, validation token digest",
+    EVALUATIONS: "validation digest, validation token digest, evaluated sequences",
 }
 # Of several causes the first one here is named first.
 EFFECT_OF = {

@@ -88,7 +88,7 @@ class Run(NamedTuple):
         Call it when all checks have passed. With --auto_micro_batch the ranks start again if memory
         runs out from now on.
         """
-        self.manager.take_over(self.state.best, clean=self.folder.lock is not None)  # checkpoints
+        self.manager.take_over(self.state, clean=self.folder.lock is not None)  # checkpoints
         self.folder.begin(run_signature=self.manager.identity)  # results.json
         self.log.cut()  # metrics.jsonl
         if ctx.device.type == "cpu":  # keep the memory of a step's tensors for the next step
