@@ -127,7 +127,10 @@ class Run(NamedTuple):
         if len({*sequences}) > 1:
             shown = " : ".join(map(str, sequences))
             console.print0(f"⚖️  The ranks compute {shown} sequences of a micro-batch")
-        steps = f"{title}: steps {self.state.step + 1} to {self.state.total_steps}"
+        done, total = self.state.step, self.state.total_steps
+        steps = f"{title}: steps {done + 1} to {total}"
+        if done >= total:
+            steps = f"No step is left: {done} are done, and the run has {total}"
         console.print0("⏳ Evaluating" if eval_only else steps)
         reduces = ctx.world_size > 1 and not eval_only
         if reduces and self.objects.strategy.reduce_dtype == "fp16" and ctx.precision != "fp16":
@@ -162,7 +165,7 @@ class Run(NamedTuple):
     def generate(self, casting: torch.autocast, ctx: DistContext) -> None:
         """With --generate_every_eval, continue each prompt and log the texts; all ranks call it.
 
-        After a stop signal no further text is generated: the run stops after the next step.
+        A stop signal ends the run here; it then repeats the evaluation when it is resumed.
         """
         if self.prompts is None:
             return
@@ -173,8 +176,9 @@ class Run(NamedTuple):
         generated = self.prompts.continue_all(
             self.objects.model, casting, self.manager.spec, dataset, ctx, may_stop=True
         )
-        if generated:
-            self.log.log_generated(generated)
+        if len(generated) < len(self.prompts.texts):
+            self.stop()
+        self.log.log_generated(generated)
 
     def stop(self) -> NoReturn:
         """Save a checkpoint and end the run, because a rank received a stop signal.

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from distributed_training import console
 from distributed_training.errors import UserError, explain, first_line, redact_value
 from distributed_training.files.atomic import DISK_ERRORS, write_text
+from distributed_training.files.json_types import JsonObject
+from distributed_training.records.metrics_file import FILE, read_metrics
 from distributed_training.run.prompts import GeneratedText
 from distributed_training.settings.output import OutputSettings
 from distributed_training.strategies.strategy import FlagValues
@@ -35,12 +37,17 @@ class Tracker(NamedTuple):
     close: Callable[[], object]
 
 
-def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
-    """Write event files into a folder; a resumed run continues the curves at its checkpoint."""
+def tensorboard(folder: Path, step: int, arguments: dict, made: JsonObject | None) -> Tracker:
+    """Write event files into a folder; a resumed run continues the curves at its checkpoint.
+
+    Args:
+        made: the record of the checkpoint's step, if it is known.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
-    # With purge_step TensorBoard hides the points of earlier files that this run logs again.
-    writer = SummaryWriter(str(folder), purge_step=step + 1)
+    # With purge_step TensorBoard hides the points of earlier files that this run logs again: the
+    # evaluation after the checkpoint's step is repeated, and the step itself is not.
+    writer = SummaryWriter(str(folder), purge_step=step if made or not step else step + 1)
     table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
     writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
 
@@ -56,7 +63,21 @@ def tensorboard(folder: Path, step: int, arguments: dict) -> Tracker:
             writer.add_text(f"generated/{number}", textwrap.indent(text, "    "), step)
         writer.flush()
 
+    if made:
+        log(step, curves_of(made))
     return Tracker(log, log_texts, writer.close)
+
+
+def curves_of(record: JsonObject) -> dict[str, float]:
+    """Return the points of a record of metrics.jsonl, by the names of their curves."""
+    return {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
+
+
+def step_record(folder: Path, step: int) -> JsonObject | None:
+    """Return the record of a step in a run's metrics.jsonl, or None."""
+    path = folder / FILE
+    records = read_metrics(path)[0] if path.is_file() else []
+    return next((r for r in reversed(records) if r["step"] == step and "loss" in r), None)
 
 
 def wandb(folder: Path, step: int, arguments: dict, output: OutputSettings) -> Tracker:
@@ -114,7 +135,7 @@ class Trackers:
         self.started: dict[str, Tracker] = {}
         events = Path(output.logging_dir or folder / "tensorboard")
         starts: dict[str, Callable[[], Tracker]] = {
-            "tensorboard": lambda: tensorboard(events, step, arguments),
+            "tensorboard": lambda: tensorboard(events, step, arguments, step_record(folder, step)),
             "wandb": lambda: wandb(folder, step, arguments, output),
         }
         for name in (name for name in starts if name in output.report_to):
@@ -129,8 +150,7 @@ class Trackers:
         if "generated" in record:
             self._each(lambda tracker: tracker.log_texts(step, record["generated"]))
             return
-        values = {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
-        self._each(lambda tracker: tracker.log(step, values))
+        self._each(lambda tracker: tracker.log(step, curves_of(record)))
 
     def close(self) -> None:
         """Close all trackers."""

@@ -187,6 +187,26 @@ def test_a_tracker_that_cannot_start_on_a_full_disk_ends_nothing(capsys, tmp_pat
     assert capsys.readouterr().out.count("No space left") == 1
 
 
+def test_tensorboard_shows_a_repeated_evaluation_once(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings, file = parse_arguments(["--report_to", "tensorboard"]), tmp_path / "metrics.jsonl"
+
+    def run(start, *records):
+        trackers = Trackers(settings.output, settings.flags(), tmp_path, step=start)
+        for record in records:
+            trackers.log(record)
+            MetricsFile(file).append(record)
+        trackers.close()
+
+    steps = [{"step": step, "loss": 1.0 + step, "lr": 0.5} for step in range(1, 5)]
+    run(0, *steps[:2], {"step": 2, "eval_loss": 9.0}, steps[2])
+    MetricsFile(file).cut_at(2)
+    run(2, {"step": 2, "eval_loss": 9.0}, *steps[2:])
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for curve, expected in (("eval/loss", [2]), ("train/loss", [1, 2, 3, 4])):
+        assert [event.step for event in events.Scalars(curve)] == expected
+
+
 def test_generated_texts_are_logged_without_secrets(tmp_path, clock, monkeypatch):
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     log = open_log(tmp_path, clock)

@@ -2,6 +2,7 @@
 run evaluates, ends an epoch and stops early.
 """
 
+import contextlib
 import itertools
 import resource
 from dataclasses import replace
@@ -16,8 +17,11 @@ from safetensors.torch import load_file, save_file
 import real_model_example as program
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.batches import StepBatch, train_state
+from distributed_training.errors import Preempted
 from distributed_training.model.prepare import copy_to_device
+from distributed_training.rank_shares import RankCounts
 from distributed_training.ranks.context import ONE_NODE, Nodes
+from distributed_training.run.run import Run
 from distributed_training.strategies.gradients import gradient_norm
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.strategies.table import STRATEGIES
@@ -188,6 +192,27 @@ def test_an_evaluation_of_the_same_weights_is_not_counted():
     state.advance()
     state.add_evaluation(2.0)
     assert state.best == {"loss": 2.0, "step": 2, "waited": 1, "evaluated": 4}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_stop_signal_while_texts_are_generated_ends_the_run_there(stopped):
+    """The resumed run repeats the evaluation and generates all texts."""
+    log, texts = MagicMock(), [{"prompt": "a", "text": "ab"}, {"prompt": "c", "text": "cd"}]
+    prompts = MagicMock(texts=("a", "c"))
+    prompts.continue_all.return_value = texts[:1] if stopped else texts
+    run = MagicMock(prompts=prompts, log=log, datasets=MagicMock(stream=None))
+    run.stop.side_effect = Preempted(None)
+    with pytest.raises(Preempted) if stopped else contextlib.nullcontext():
+        Run.generate(run, None, None)
+    assert log.log_generated.call_count == (not stopped)
+
+
+@pytest.mark.parametrize("step, said", [(2, "steps 3 to 6"), (6, "No step is left: 6 are done")])
+def test_a_run_names_the_steps_that_follow(ctx, capsys, step, said):
+    run = SimpleNamespace(state=state_of(step=step), objects=MagicMock())
+    run.state.ranks = RankCounts([{"from_step": 1, "sequences": [4]}])
+    Run.announce(run, ctx, eval_only=False)
+    assert said in capsys.readouterr().out
 
 
 def test_a_resumed_run_continues_the_counters():
