@@ -84,7 +84,8 @@ class RunFolder:
         """Whether the earlier run had completed at this step: the last one, or its early stop."""
         if self.earlier is None or not self.was_complete:
             return False
-        stopped = state.patience and self.earlier.get("stopped_early")
+        patience = self.earlier.get("stopped_early")  # a larger one lets the run continue
+        stopped = state.patience and isinstance(patience, int) and state.patience <= patience
         return state.finished or bool(stopped and self.earlier.get("steps") == state.step)
 
     def record(self, **facts: object) -> None:

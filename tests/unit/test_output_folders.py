@@ -28,7 +28,12 @@ from distributed_training.files.atomic import (
     start_folder,
 )
 from distributed_training.records.loss_figure import use_writable_matplotlib_folder
-from distributed_training.run.run_folder import hosts_that_do_not_share, settle_without_shared_disk
+from distributed_training.run.run_folder import (
+    RunFolder,
+    hosts_that_do_not_share,
+    settle_without_shared_disk,
+)
+from distributed_training.train_state import EvaluationPlan, TrainState
 
 
 @pytest.mark.parametrize(
@@ -107,6 +112,16 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
     (tmp_path / "hf" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="exports its model to hf/"):
         check_model_path(parse_arguments(["--model", str(tmp_path)]).model)
+
+
+@pytest.mark.parametrize("patience, complete", [(None, False), (1, True), (2, True), (3, False)])
+def test_a_run_that_stopped_early_is_complete_for_the_same_patience(tmp_path, patience, complete):
+    found = {"status": "completed", "stopped_early": 2, "steps": 4}
+    folder = RunFolder(None, tmp_path, True, None, {}, found, keeps_found=True)
+    state = TrainState(9, 4, step=4, evaluations=EvaluationPlan(patience=patience))
+    assert folder.was_complete_at(state) == complete
+    found["stopped_early"] = "2"  # a damaged file
+    assert not folder.was_complete_at(state)
 
 
 def test_hosts_that_do_not_share_the_folder_are_found(tmp_path, monkeypatch):
