@@ -364,8 +364,8 @@ ADVICE: tuple[tuple[str, type[UserError], str], ...] = (
     (
         r"No space left on device|Disk quota exceeded",
         TrainingError,
-        "No space left on the device while writing {where}: free some space (`df -h`, `quota -s`), "
-        "or name another folder with --output_dir, --cache_dir, --nvme_path or TMPDIR. If /dev/shm "
+        "No space left on the device while writing {where}: free space (`df -h`, `quota -s`) or "
+        "inodes (`df -i`), or set --output_dir, --cache_dir, --nvme_path or TMPDIR. If /dev/shm "
         "is full in a container: docker run --shm-size=8g. Complete checkpoints are unchanged.",
     ),
     (

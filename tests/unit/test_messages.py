@@ -33,6 +33,7 @@ ERRORS = [
     ("OSError: [Errno 27] File too large: 'train.bin'", "ulimit -f"),
     ("SafetensorError: Error while serializing: I/O error: File too large (os error 27)", "ulimit"),
     ("PermissionError: [Errno 13] Permission denied: 'results.json'", "chmod"),
+    ("OSError: [Errno 28] No space left on device: 'file'", "df -i"),
     ("OSError: [Errno 122] Disk quota exceeded: 'file'", "quota -s"),
     ("ModuleNotFoundError: No module named 'deepspeed'", "pip install deepspeed"),
 ]

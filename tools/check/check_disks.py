@@ -60,10 +60,16 @@ def disk(output: OutputSettings, eval_only: bool, model: str, data: DataSettings
         checks.check_export_folder(output, eval_only, model, data)
     except UserError as error:
         return Line(PROBLEM, "output", str(error))
-    free = {}
+    free, full = {}, []
     for folder in (Path(output.output_dir or "runs"), cache_folder(data.cache_dir)):
         existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
         free[folder] = shutil.disk_usage(existing).free
+        inodes = os.statvfs(existing)
+        if inodes.f_files and not inodes.f_favail:  # some file systems have no fixed number
+            full.append(str(folder))
+    if full:
+        problem = f"{', '.join(full)} cannot hold another file: its disk has no free inode"
+        return Line(PROBLEM, "disk", problem, "remove files (df -i), or name other folders")
     text = "; ".join(f"{folder} {size / GB:.1f} GB free" for folder, size in free.items())
     remedy = (
         "a checkpoint has 12 bytes per parameter: free some space (df -h, quota -s), "
