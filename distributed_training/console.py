@@ -1,10 +1,11 @@
-"""Console output: lines, notices and progress bars of rank 0."""
+"""Console output: lines, notices and progress bars of rank 0; which characters are shown."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import threading
+import unicodedata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,21 @@ if TYPE_CHECKING:
 RULE = 60 * "="  # a line between the parts of a run's output
 
 is_main, quiet, verbose = True, False, False  # see `configure`
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with escape sequences for characters that are not printable."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def visible(text: str) -> str:
+    """Return a text of data or of a model for a terminal or a page, with its lines and tabs.
+
+    Escape sequences replace characters that a terminal obeys, and that hide or reorder text.
+    """
+    # Spaces are visible, although Python prints those of Chinese text as escape sequences.
+    kept = {char for char in {*text} if char in "\n\t" or unicodedata.category(char) == "Zs"}
+    return "".join(char if char in kept else printable(char) for char in text)
 
 
 def configure(rank: int, be_quiet: bool, be_verbose: bool) -> None:
@@ -98,5 +114,5 @@ def write(text: str, stream=None) -> None:
     """Print a line above the progress bars, if there are any; `stream` is sys.stdout if None."""
     from tqdm import tqdm
 
-    tqdm.write(text, file=stream or sys.stdout)
+    tqdm.write(visible(text), file=stream or sys.stdout)
     (stream or sys.stdout).flush()

@@ -8,8 +8,6 @@ import functools
 import os
 import re
 import resource
-import sys
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -265,11 +263,6 @@ def same_redacted(saved: object, current: object) -> bool:
         return saved == current
     pattern = ".+".join(map(re.escape, redact(saved).split(HIDDEN)))
     return re.fullmatch(pattern, redact(current), re.DOTALL) is not None
-
-
-def print_traceback(error: BaseException) -> None:
-    """Print the traceback of `error` on stderr, without secrets."""
-    print(redact("".join(traceback.format_exception(error))), file=sys.stderr, end="", flush=True)
 
 
 # ------------------------------------------------------------------------------------------ advice

@@ -11,11 +11,13 @@ import platform
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from distributed_training.about import PACKAGE, PROJECT
+from distributed_training.console import visible
 from distributed_training.errors import TrainingError, UserError, explain, redact
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -101,6 +103,12 @@ def catch_signals(
     # Its handler is that of ranks/watchdog.py; until then it must not end the process.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.excepthook = _report_missing_package
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of `error` on stderr, without secrets."""
+    text = redact("".join(traceback.format_exception(error)))
+    print(visible(text), file=sys.stderr, end="", flush=True)
 
 
 def rank_variable() -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from distributed_training.console import visible
 from distributed_training.errors import UserError, explain
 from distributed_training.process import STOP_SIGNALS, check_output, protect_output
 
@@ -53,7 +54,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int | str | None:
     except SystemExit as end:  # of argparse, or 128 + the number of a signal
         return end.code
     except UserError as error:
-        print(f"❌ {explain(error)}", file=sys.stderr)
+        print(visible(f"❌ {explain(error)}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("❌ Interrupted.", file=sys.stderr)

@@ -13,9 +13,10 @@ from typing import NoReturn
 from distributed_training import process
 from distributed_training.cli.flags import AddToFlag, shown_flags
 from distributed_training.cli.parser import Parser
+from distributed_training.console import printable
 from distributed_training.errors import EXIT_COMPLETED, UserError, redact
 from distributed_training.files.json_types import JsonObject
-from distributed_training.files.user_files import TOO_DEEP, check_depth, printable, read_text, shown
+from distributed_training.files.user_files import TOO_DEEP, check_depth, read_text, shown
 from distributed_training.strategies.strategy import FlagValues
 
 GROUPING_KEYS = ("training", "distributed")

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
+from distributed_training.console import printable
 from distributed_training.data.facts import Kinds
 from distributed_training.errors import UserError
-from distributed_training.files.user_files import printable, shown
+from distributed_training.files.user_files import shown
 from distributed_training.settings.data import DataSettings
 
 if TYPE_CHECKING:

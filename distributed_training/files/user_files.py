@@ -11,15 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from distributed_training.console import printable
 from distributed_training.errors import UserError, first_line
 
 MOST_NESTED = 100  # levels of a JSON or YAML value
 TOO_DEEP = f"it is nested in more than {MOST_NESTED} levels"
-
-
-def printable(text: str) -> str:
-    """Return a text on one line, with escape sequences for characters that are not printable."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def shown(value: object, most: int = 100) -> str:

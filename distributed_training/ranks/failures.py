@@ -30,10 +30,9 @@ from distributed_training.errors import (
     TrainingError,
     UserError,
     explain,
-    print_traceback,
 )
 from distributed_training.files.atomic import remove_temporary_folders
-from distributed_training.process import exit_now
+from distributed_training.process import exit_now, print_traceback
 from distributed_training.ranks.first_failure import RESTART, FirstFailure
 from distributed_training.ranks.memory_advice import MemoryAdvice
 from distributed_training.ranks.rank_states import ENDED

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from distributed_training import process
+from distributed_training.console import visible
 from distributed_training.errors import (
     LESS_MEMORY,
     OutOfMemory,
@@ -23,7 +24,6 @@ from distributed_training.errors import (
     TrainingError,
     UserError,
     explain,
-    print_traceback,
 )
 
 # A variable that only this launcher sets.
@@ -278,11 +278,11 @@ def exit_before_start(error: BaseException, verbose: bool) -> NoReturn:
         time.sleep(START_SKEW_SECONDS)
         place = f" [rank {process.rank_variable()} on {socket.gethostname()}]"
     if verbose:
-        print_traceback(error)
+        process.print_traceback(error)
     # A launcher that ends this rank from here on must not cause a second message.
     for number in process.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    print(f"{user_error.mark} {user_error}{place}", file=sys.stderr, flush=True)
+    print(visible(f"{user_error.mark} {user_error}{place}"), file=sys.stderr, flush=True)
     if isinstance(user_error, OutOfMemory):
         print(f"   {LESS_MEMORY}", file=sys.stderr, flush=True)
     os._exit(user_error.exit_code)

@@ -90,7 +90,7 @@ def test_metrics_jsonl(run):
 
 
 def test_no_secret_is_printed_or_written(script, monkeypatch, capfd):
-    from distributed_training.errors import print_traceback
+    from distributed_training.process import print_traceback
 
     monkeypatch.setenv("HF_TOKEN", "hf_CANARYcanaryCANARYcanary")
     print_traceback(ValueError("the token is hf_CANARYcanaryCANARYcanary"))

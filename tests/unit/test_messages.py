@@ -8,7 +8,10 @@ import sys
 import pytest
 from conftest import PROJECT
 
+from distributed_training import console
+from distributed_training.console import visible
 from distributed_training.errors import (
+    UserError,
     explain,
     is_secret_name,
     redact,
@@ -17,7 +20,7 @@ from distributed_training.errors import (
     same_redacted,
 )
 from distributed_training.files.user_files import read_user_json
-from distributed_training.programs import run_program
+from distributed_training.programs import exit_code_of, run_program
 
 # Errors that this machine cannot cause, each with a word of the advice that is shown.
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc]"
@@ -194,3 +197,33 @@ print("compiled")
     code, output = run_program([sys.executable, "-c", program], on_line=receive)
     assert (code, output) == (0, "compiling\ncompiled\n")
     assert received == output.splitlines()
+
+
+# Each with what a terminal would do; a page of HTML obeys the last ones, too.
+CONTROLS = {
+    "\x1b[8mhidden": "\\x1b[8mhidden",
+    "\x9b31mred": "\\x9b31mred",  # the C1 form of ESC [
+    "good\rbad": "good\\rbad",
+    "a\x7f\b\0": "a\\x7f\\x08\\x00",
+    "\u202eabc\u2066d": "\\u202eabc\\u2066d",
+    "se\u200bcret\u00ad\ufeff": "se\\u200bcret\\xad\\ufeff",
+    "\U000e0041\u2028\ud800": "\\U000e0041\\u2028\\ud800",
+}
+
+
+@pytest.mark.parametrize("text, shown", CONTROLS.items())
+def test_characters_that_control_a_terminal_are_shown(text, shown, capsys):
+    assert visible(text) == shown
+    console.write(f"a row: {text}")
+
+    def fail():
+        raise UserError(f"the row {text} is bad")
+
+    exit_code_of(fail)
+    out, err = capsys.readouterr()
+    assert shown in out and shown in err and text not in out + err
+
+
+def test_other_text_is_shown_as_it_is():
+    text = "Zürich, 東京\u3000の 👍 d\u00e9j\u00e0\u00a0vu \\n\n\tindented"
+    assert visible(text) == text

@@ -18,6 +18,7 @@ from transformers import (
     TextStreamer,
 )
 
+from distributed_training.console import visible
 from distributed_training.errors import UserError
 from distributed_training.model.config import max_positions, read_generation_config
 from distributed_training.model.generate import end_ids
@@ -51,7 +52,7 @@ class Printer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the next part of the text."""
         self.text += text
-        print(text, end="\n" if stream_end else "", flush=True)
+        print(visible(text), end="\n" if stream_end else "", flush=True)
 
 
 @contextmanager

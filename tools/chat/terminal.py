@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from distributed_training.console import visible
+from distributed_training.errors import UserError
 from tools.chat.conversation import Conversation, Texts, Unanswerable
 from tools.chat.speaker import Sampling, Speaker
 
@@ -36,7 +38,7 @@ def talk(speaker: Speaker, partner: Conversation | Texts, sampling: Sampling) ->
             except Unanswerable as error:
                 if not on_terminal:
                     raise
-                print(f"❌ {error}", file=sys.stderr)
+                print(visible(f"❌ {error}"), file=sys.stderr)
                 continue
             if given.notice:
                 print(f"ℹ️  {given.notice}", file=sys.stderr)
@@ -47,8 +49,12 @@ def lines(on_terminal: bool) -> Iterator[str]:
     """Yield the lines of the input, without their ends; on a terminal after a prompt."""
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not on_terminal:
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
+        try:
+            for line in sys.stdin:
+                yield line.rstrip("\r\n")
+        except OSError as error:  # it is open for writing only, as under nohup
+            reason = f"Standard input cannot be read: {error.strerror}"
+            raise UserError(f"{reason}. Give a file or a pipe with the lines to answer.") from error
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() then has a history and can be edited

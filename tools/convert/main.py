@@ -12,6 +12,7 @@ needed: pass it to real_model_example.py as --model DIR.
 """
 
 from distributed_training.cli.parser import Parser
+from distributed_training.console import visible
 from distributed_training.errors import UserError, explained
 from distributed_training.settings import flag_types
 
@@ -53,6 +54,6 @@ def run(args) -> None:
         )
         print(f"📁 {folder}")
     elif args.source.is_dir():
-        print(convert.inspect(convert.OwnCheckpoint(args.source)))
+        print(visible(convert.inspect(convert.OwnCheckpoint(args.source))))
     else:
         raise UserError(f"{args.source}: no such folder.")

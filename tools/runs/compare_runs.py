@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from distributed_training.cli.parser import Options, Parser
+from distributed_training.console import visible
 from distributed_training.errors import EXIT_COMPLETED, UserError, first_line, redact
 from distributed_training.files.atomic import write_atomically, write_text
 from distributed_training.settings import flag_types
@@ -50,8 +51,8 @@ def main() -> int:
         )
         figure = first / f"difference_from_{last.resolve().name}.png"
     text = redact(comparison_text.as_text(comparison, args.wide))
-    data = redact(json.dumps(comparison_text.as_json(comparison), indent=2, ensure_ascii=False))
-    print(data if args.json else text, end="\n" if args.json else "", flush=True)
+    data = redact(json.dumps(comparison_text.as_json(comparison), indent=2))
+    print(data if args.json else visible(text), end="\n" if args.json else "", flush=True)
     files, problem = {}, ""
     if comparison.compared or (comparison.of_strategies and comparison.reference):
         if problem := loss_figure.why_no_figure():
@@ -91,8 +92,8 @@ def print_status(place: Path) -> int:
     if (place / "planned.txt").is_file():
         print(comparison_text.progress_header(compare.planned_of(place)))
         return EXIT_COMPLETED
-    run = compare.read_row(place)
-    print(redact(comparison_text.progress_row(run, compare.planned_of(place.parent.parent))))
+    run, planned = compare.read_row(place), compare.planned_of(place.parent.parent)
+    print(visible(redact(comparison_text.progress_row(run, planned))))
     return EXIT_COMPLETED if run.status == "completed" else EXIT_NOT_COMPLETED
 
 

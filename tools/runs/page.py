@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from distributed_training.checkpoints.format import list_checkpoints
+from distributed_training.console import visible
 from distributed_training.errors import UserError, redact
 from distributed_training.files.json_types import JsonObject
 from distributed_training.records import replayed
@@ -69,8 +70,10 @@ def page_of(folder: Path) -> Page:
 
 
 def _clean(value: Any) -> Any:
-    """Return a value of a file as text without secrets; charts are left as they are."""
-    return value if isinstance(value, Markup) else redact("—" if value is None else str(value))
+    """Return a value of a file as visible text without secrets; charts are left as they are."""
+    if isinstance(value, Markup):
+        return value
+    return visible(redact("—" if value is None else str(value)))
 
 
 def _drawn(charts: Mapping[str, Chart]) -> dict[str, Markup]:

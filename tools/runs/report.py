@@ -11,6 +11,7 @@ usage, a folder without a run, or a page that cannot be written.
 import sys
 
 from distributed_training.cli.parser import Parser
+from distributed_training.console import visible
 from distributed_training.errors import UserError
 from distributed_training.files.atomic import write_text
 from distributed_training.settings import flag_types
@@ -28,7 +29,7 @@ def main() -> None:
 
     page, target = page_of(args.run), args.out or args.run / "report.html"
     for notice in page.notices:
-        print(f"⚠️  {notice}", file=sys.stderr)
+        print(visible(f"⚠️  {notice}"), file=sys.stderr)
     try:
         write_text(target, page.text)
     except OSError as error:
@@ -37,6 +38,6 @@ def main() -> None:
     if page.outliers:
         *found, command = page.outliers
         print("📍 Steps that stand out:", *found, sep="\n   ")
-        print(f"🔁 To look at the first one: {command}")
+        print(visible(f"🔁 To look at the first one: {command}"))
     elif page.is_run:
         print("📍 No step stands out.")

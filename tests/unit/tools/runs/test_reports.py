@@ -460,6 +460,7 @@ def test_rows_of_a_simulation_and_of_a_gpu(progress):
 # ------------------------------------------------------------------------------- scripts/report.py
 
 HOSTILE = "</title></pre><script>alert(1)</script><img src=//x.y onerror=alert(2)>'\"$\\q$"
+CONTROLS = "\x1b\x9b\u202e\u200b"
 SECRET = " https://me:the-canary-of-my-key@host/ the-canary-of-my-key"
 SHOWN = RESULTS | {"sample": "once", "reason": "why", "train_loss_first": 8.0, "flags": {"a": "n"}}
 
@@ -478,13 +479,14 @@ def test_text_of_files_is_shown_escaped_and_without_secrets(tmp_path, monkeypatc
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     records = [*steps(), {"step": 6, "eval_loss": 7.1}]
     folder = tmp_path / "<script>alert(3)<"
-    page, *_ = page_of(save(folder, with_text(SHOWN, HOSTILE + SECRET), records))
+    page, *_ = page_of(save(folder, with_text(SHOWN, HOSTILE + SECRET + CONTROLS), records))
     shown = ("Memory", "time of a step", "Communication", "Generated text", "all_reduce float32")
     assert all(word in page for word in (*shown, "once", "python x", "8.0000", "5.5000"))
     assert page.count("<svg") == 4
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 10
     assert not re.search("<(script|img|link|iframe|object|a|base|form)[ >]", page)
     assert "canary" not in page and "***" in page
+    assert not {*CONTROLS} & {*page} and "\\u202e" in page
 
 
 def test_the_page_has_all_generated_texts(tmp_path):
