@@ -52,12 +52,17 @@ class RedactedText(io.TextIOWrapper):
 
 
 def protect_output() -> None:
-    """Replace sys.stdout and sys.stderr by streams without secrets that ignore errors."""
+    """Replace sys.stdout and sys.stderr by streams without secrets that ignore errors.
+
+    A standard stream that is closed is replaced by the null device.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:  # closed (`>&-`): the next file of the run would get its number
             os.open(os.devnull, os.O_RDWR)
+    if sys.stdin is None:  # closed (`<&-`), as by programs that start daemons
+        sys.stdin = open(os.devnull)  # noqa: SIM115
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         with contextlib.suppress(OSError, AttributeError):
