@@ -89,7 +89,13 @@ class Run(NamedTuple):
         runs out from now on.
         """
         self.manager.take_over(self.state, clean=self.folder.lock is not None)  # checkpoints
-        self.folder.begin(run_signature=self.manager.identity)  # results.json
+        self.folder.record(run_signature=self.manager.identity)
+        if step := self.state.step:
+            from distributed_training.run.signatures import after_resume  # only of a resumed run
+
+            found = self.folder.found or {}
+            self.folder.record(signatures=after_resume(found, self.manager.identity, step))
+        self.folder.begin()  # results.json
         self.log.cut()  # metrics.jsonl
         if ctx.device.type == "cpu":  # keep the memory of a step's tensors for the next step
             sharded = bool(self.objects.strategy.sharded)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 from conftest import PROJECT, slow, soak
+
+from tools.runs.outliers import replay_command
 
 # Batches of four sequences on two ranks, and of the same four on one.
 WORK = "--seq_length 32 --num_samples 38 --save_every 4 --no_export --no_eval --weight_decay 1"
@@ -142,11 +145,28 @@ def test_skipped_steps_are_not_trained_on(script, tmp_path):
     assert again.results["skipped_steps"] == [6, 9]
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
-    # Also from a checkpoint before the skipped step.
-    replay = script(*work, "--skip_steps", "6,9", "--replay", "8", folder=tmp_path)
+    # Also from a checkpoint before the skipped step, by the command that report.py prints.
+    command = shlex.split(replay_command(again.results, tmp_path, 8))[2:]
+    replay = script(*command, folder=tmp_path)
     assert replay_of(replay, 8)["equal"] is True
-    refused = script(*work, "--replay", "8", folder=tmp_path, ok=False)
-    assert refused.code == 2 and "--skip_steps 6,9 in that run" in refused.error
+    # A command without the flag, as that of a later resume.
+    replay = script(*work, "--replay", "8", folder=tmp_path)
+    assert replay_of(replay, 8)["equal"] is True
+
+
+@pytest.mark.slow
+def test_a_step_before_a_resume_with_other_settings(script):
+    """The checkpoint of the resume is gone; DeepSpeed's configuration has the settings, too."""
+    work = [*WORK, "--strategy", "zero2", "--batch_size", "4", "--save_every", "3"]
+    first = script(*work, "--max_steps", "3")
+    more = [*work, "--lr", "1e-4", "--weight_decay", "0", "--max_steps", "8", "--keep_last", "1"]
+    later = script(*more, "--resume", folder=first.folder)
+    replay = script(*more, "--replay", "3", folder=first.folder)
+    assert replay_of(replay, 3)["equal"] is True and replay_of(replay, 3)["changed_settings"] == []
+    script(*more, "--replay", "5", folder=first.folder)
+    replay = replay_of(first, 5)
+    assert "lr 0.001 up to step 3 in that run" in " ".join(replay["changed_settings"])
+    assert replay["recorded_loss"] == later.losses[4]
 
 
 @pytest.mark.slow

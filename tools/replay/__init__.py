@@ -1,6 +1,7 @@
 """--replay: repeats the steps of a run up to one, and shows that step.
 
 command    --replay, from the repeated steps to replay-STEP.json
+run_settings  the settings that the run had at the step
 folder     the checkpoint from which the steps are repeated, and a temporary output folder
 repeat     repeats the steps, and measures the last one
 step_recorder  keeps the numbers of a step instead of logging them

@@ -8,9 +8,10 @@ from distributed_training.hooks import TrainingLoop
 from distributed_training.ranks.context import DistContext
 from distributed_training.run.run import Run
 from distributed_training.settings.data import DataSettings
-from tools.replay.folder import check_same_run, folder_of_run
+from tools.replay.folder import folder_of_run
 from tools.replay.record import WAY, record_of, sequences_of, write_record
 from tools.replay.repeat import repeat
+from tools.replay.run_settings import RunSettings
 
 
 def replay(
@@ -24,8 +25,9 @@ def replay(
         UserError: see `repeat`; or the file cannot be written.
     """
     folder = folder_of_run(run.folder.path)
-    identity, skipped = run.manager.identity, loop.training.skip_steps
-    others = check_same_run(folder, identity, skipped, step, ctx)
+    recorded = RunSettings.read(folder, step, ctx)
+    others = recorded.check(run.manager.identity, loop.training.skip_steps)
+    others += recorded.changed_since(run.state.step)
     repeated = repeat(run, step, loop, ctx)
     if not ctx.is_main:
         return run.objects.model
@@ -33,5 +35,6 @@ def replay(
     now = {**{key: facts[key] for key in WAY}, "checkpoint": facts["flags"].get("resume")}
     sequences = sequences_of(repeated, run.datasets, data, run.manager.spec.tokenizer)
     max_grad_norm = loop.training.max_grad_norm
-    write_record(record_of(repeated, sequences, now, others, folder, max_grad_norm), folder)
+    record = record_of(repeated, sequences, now, others, recorded, max_grad_norm)
+    write_record(record, folder)
     return run.objects.model

@@ -19,10 +19,10 @@ from distributed_training.records.replayed import (
     ReplayedSequence,
     console_text,
 )
-from distributed_training.run.run_folder import RESULTS, read_results
 from distributed_training.settings.data import DataSettings
 from tools.replay.origins import origins_in_stream, origins_of
 from tools.replay.repeat import Repeated
+from tools.replay.run_settings import RunSettings
 from tools.replay.sequences import TokenLosses
 
 if TYPE_CHECKING:
@@ -52,17 +52,16 @@ def record_of(
     sequences: list[ReplayedSequence],
     now: dict,
     changed_settings: list[str],
-    folder: Path,
+    recorded: RunSettings,
     max_grad_norm: float,
 ) -> Replayed:
     """Return the content of replay-STEP.json.
 
     Args:
         now: strategy, ranks, device, precision and checkpoint of the replay.
-        folder: the output folder of the run.
+        recorded: the settings of the run at the step.
     """
-    earlier = recorded_step(repeated.step, folder / FILE)
-    results = read_results(folder / RESULTS) or {}
+    earlier = recorded_step(repeated.step, recorded.folder / FILE)
     numbers = repeated.numbers
     loss = numbers.loss if numbers else None
     norm = numbers.grad_norm if numbers else None
@@ -71,9 +70,12 @@ def record_of(
     factor = None
     if max_grad_norm and norm is not None and math.isfinite(norm):
         factor = min(1.0, max_grad_norm / (norm + 1e-6))
+    if not changed_settings and numbers and earlier.get("lr") not in (None, numbers.lr):
+        # An earlier version resumed the run, and did not record the settings before.
+        changed_settings = [f"lr of the step {earlier['lr']:.3e} in that run, {numbers.lr:.3e} now"]
     return Replayed(
         step=repeated.step,
-        run={key: results.get(key) for key in WAY},
+        run={key: recorded.way.get(key) for key in WAY},
         repeated=now,
         loss=loss,
         recorded_loss=earlier.get("loss"),

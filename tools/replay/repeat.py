@@ -89,7 +89,7 @@ def repeat_before(run: Run, step: int, loop: TrainingLoop, ctx: DistContext) -> 
     if step > state.total_steps:
         raise UserError(f"--replay {step}: this run has {state.total_steps} steps.")
     if step in training.skip_steps:
-        raise UserError(f"--replay {step}: --skip_steps leaves this step out.")
+        raise UserError(f"--replay {step}: the run left this step out (--skip_steps).")
     if not run.folder.is_shared:
         raise UserError(
             "--replay saves the weights before the step, and the nodes do not share the disk of "
