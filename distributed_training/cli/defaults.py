@@ -11,10 +11,12 @@ SIMULATED_STEPS = 3  # the first creates Adam's states; the last is measured
 
 
 def of_commands(flags: Options) -> dict[str, FlagValues]:
-    """Return the flags that --check and --simulate_gpus set."""
+    """Return the flags that --check, --replay and --simulate_gpus set."""
     found: dict[str, FlagValues] = {}
     if flags.check and flags.ddp_timeout > CHECK_SECONDS:
         found["--check"] = {"ddp_timeout": CHECK_SECONDS}
+    if flags.replay:  # it looks for the checkpoint itself; a run file may have `resume: true`
+        found["--replay"] = {"resume": None, "resume_force": False}
     if flags.simulate_gpus:
         steps = flags.max_steps or SIMULATED_STEPS
         off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}

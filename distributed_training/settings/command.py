@@ -46,7 +46,7 @@ class CommandSettings:
         "repeat the steps of the run in --output_dir up to this one, and show its sequences, "
         "their losses and gradients; the run stays as it is",
         metavar="STEP",
-        excludes="check prefetch show_sample prove eval_only simulate_gpus resume",
+        excludes="check prefetch show_sample prove eval_only simulate_gpus",
         needs="output_dir",
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed_training.files.json_types import JsonObject
+from distributed_training.run.signatures import signature_at
 
 WINDOW, FEWEST = 16, 8  # records before a step that it is compared with, at most and at least
 MOST = 10  # steps that are named
@@ -22,13 +23,14 @@ class Limit(NamedTuple):
 
 # Few steps of a run without bad data exceed them: 0 to 4 of 150 with the embedded model.
 LIMITS = {"loss": Limit(5.0, 1.1), "grad_norm": Limit(8.0, 2.0)}
-# Flags, and their values, that a replay does without.
-OF_A_RESUME = (
+# Flags of a run's command, with their values, that are not in that of its replay.
+LEFT_OUT = (
     "--resume",
     "--resume_from_checkpoint",
     "--resume_force",
     "--overwrite",
     "--overwrite_output_dir",
+    "--output_dir",  # the folder may have been moved since
 )
 NAMES = {"loss": "loss", "grad_norm": "norm of the gradient"}
 
@@ -74,21 +76,20 @@ def outliers_of(records: list[JsonObject]) -> list[Outlier]:
 
 
 def replay_command(results: JsonObject, folder: Path, step: int) -> str:
-    """Return the command that repeats a step of a run on the same number of ranks.
+    """Return the command that repeats a step of a run on the number of ranks that it had then.
 
     Args:
         results: the content of results.json.
         folder: the output folder of the run.
     """
     words = shlex.split(results.get("command") or "python real_model_example.py")
-    if (ranks := results.get("world_size") or 1) > 1:
+    told = signature_at(results, step).get("told") or {}
+    if (ranks := told.get("ranks") or results.get("world_size") or 1) > 1:
         words[:1] = ["torchrun", f"--nproc_per_node={ranks}"]
     kept, is_dropped = [], False
     for word in words:
         if word.startswith("--"):
-            is_dropped = word.partition("=")[0] in OF_A_RESUME
+            is_dropped = word.partition("=")[0] in LEFT_OUT
         if not is_dropped:
             kept.append(word)
-    if not any(word.partition("=")[0] == "--output_dir" for word in kept):
-        kept += ["--output_dir", str(folder)]
-    return shlex.join([*kept, "--replay", str(step)])
+    return shlex.join([*kept, "--output_dir", str(folder), "--replay", str(step)])

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from distributed_training.cli.parse import parse_arguments
 from tools.runs.outliers import outliers_of, replay_command
 
 
@@ -36,26 +37,29 @@ def test_equal_losses_have_a_spread_of_zero():
 
 
 @pytest.mark.parametrize(
-    ("command", "expected"),
+    "command",
     [
-        ("python x.py --lr 1", "python x.py --lr 1 --output_dir 'a b' --replay 7"),
-        ("python x.py --resume --output_dir a", "python x.py --output_dir a --replay 7"),
-        (
-            "python x.py --resume c/step-1 --lr 1",
-            "python x.py --lr 1 --output_dir 'a b' --replay 7",
-        ),
-        (
-            "python x.py --resume_force true --resume_from_checkpoint c --output_dir a --overwrite",
-            "python x.py --output_dir a --replay 7",
-        ),
-        (
-            "python x.py --overwrite --resume=c --output_dir=a",
-            "python x.py --output_dir=a --replay 7",
-        ),
+        "python x.py --lr 1",
+        "python x.py --resume --lr 1 --output_dir a",
+        "python x.py --resume c/step-1 --lr 1",
+        "python x.py --resume_force true --resume_from_checkpoint c --output_dir a --overwrite --lr 1",
+        "python x.py --overwrite --resume=c --output_dir=a --lr 1",
     ],
 )
-def test_the_command_of_a_run_becomes_that_of_a_replay(tmp_path, command, expected):
+def test_the_command_of_a_run_becomes_that_of_a_replay(command):
+    """The folder is that of the page: it may have been moved."""
     results = {"command": command, "world_size": 1}
+    expected = "python x.py --lr 1 --output_dir 'a b' --replay 7"
     assert replay_command(results, "a b", 7) == expected
     words = shlex.split(replay_command({**results, "world_size": 2}, "a b", 7))
     assert words[:3] == ["torchrun", "--nproc_per_node=2", "x.py"]
+
+
+def test_a_run_file_that_resumes_can_be_replayed(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("resume: true\nresume_force: true\nsave_every: 4\noutput_dir: elsewhere\n")
+    results = {"command": f"python x.py --config {file} --resume", "world_size": 1}
+    command = shlex.split(replay_command(results, tmp_path / "moved", 7))
+    settings = parse_arguments(command[2:])
+    assert settings.command.replay == 7 and settings.output.resume is None
+    assert settings.output.output_dir == str(tmp_path / "moved")
