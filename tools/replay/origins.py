@@ -3,12 +3,14 @@
 The token cache has no rows: it is searched only for a replay. An example (a conversation, a pair)
 is a row. A text is one stream of documents; a token before each document but the first separates
 them, so that counting it gives the number of a document. A text that contains this token itself, a
-text file, and a stream, which has no numbers, are searched for words of the sequence.
+text file, and a stream, which has no numbers, are searched for words of the sequence. A few words
+may be in many rows: then the row that fits best is named, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +38,10 @@ class Wanted(NamedTuple):
     dataset: int  # the number of its dataset
     row: int | None  # the number of its row among the usable ones; None: not known
     words: str  # a part of its text, for a search; "" for examples
+    # Of a document of a stream:
+    text: str = ""  # what the sequence has of it
+    begins: bool = False  # whether its beginning is in the sequence
+    ends: bool = False  # whether its end is
 
 
 class Origin(NamedTuple):
@@ -89,13 +95,16 @@ def origins_in_stream(
         name: of the dataset.
         separator: the text of the token between documents, if there is one.
     """
-    wanted = [
-        Wanted(place, 0, None, _words(part))
-        for place, text in enumerate(texts)
-        for part in (text.split(separator) if separator else [text])
-        if part.strip()
-    ]
-    found = _with_words(_numbered(rows, ()), wanted)
+    wanted = list[Wanted]()
+    for place, text in enumerate(texts):
+        parts = text.split(separator) if separator else [text]
+        last = len(parts) - 1
+        wanted += [
+            Wanted(place, 0, None, _words(part), part.strip(), begins=n > 0, ends=n < last)
+            for n, part in enumerate(parts)
+            if part.strip()
+        ]
+    found = _best_rows(_numbered(rows, ()), wanted)
     return _by_sequence(wanted, found, [name], len(texts))
 
 
@@ -197,7 +206,7 @@ def _with_number(
         if not by_number:
             break
     unsure += [each for left in by_number.values() for each in left]
-    return found, [each for each in unsure if len(each.words) >= SEARCHED // 2]
+    return found, [each for each in unsure if not _is_short(each)]
 
 
 def _with_words(rows: Iterator[tuple[int, Row]], wanted: list[Wanted]) -> dict[Wanted, str]:
@@ -210,6 +219,48 @@ def _with_words(rows: Iterator[tuple[int, Row]], wanted: list[Wanted]) -> dict[W
         found |= _search(row, left)
         left = [each for each in left if each not in found]
     return found
+
+
+def _best_rows(rows: Iterator[tuple[int, Row]], wanted: list[Wanted]) -> dict[Wanted, str]:
+    """Return the places of those whose words are in a row: the one that has most of the document.
+
+    Of several such rows it is the first one; of a few words it is none.
+    """
+    best: dict[Wanted, tuple[int, str]] = {}
+    several = set[Wanted]()
+    for _, row in rows:
+        row = row if row.is_file else replace(row, pieces=tuple(row.pieces))
+        for each, place in _search(row, wanted).items():
+            fit, (so_far, first) = _fit(row, each), best.get(each, (0, place))
+            if fit > so_far:
+                best[each] = fit, place
+                several.discard(each)
+            elif fit == so_far and place != first:
+                several.add(each)
+    several = {each for each in several if _is_short(each)}
+    return {each: place for each, (_, place) in best.items() if each not in several}
+
+
+def _is_short(wanted: Wanted) -> bool:
+    """Return whether the words of a document are so few that other rows may have them, too."""
+    return len(wanted.words) < SEARCHED // 2
+
+
+def _fit(row: Row, wanted: Wanted) -> int:
+    """Return how much of a document is in a row: characters of whole lines, beginning and end.
+
+    0 for a few words that are elsewhere in the row, or in a text file, which is not searched again.
+    """
+    if row.is_file:
+        return int(not _is_short(wanted))
+    texts = ["".join([*row.pieces, row.prompt, row.completion])]
+    whole = "\n".join(texts if row.kind != "chat" else _texts(row)).strip()
+    begins = whole.startswith(wanted.text) or not wanted.begins
+    ends = whole.endswith(wanted.text) or not wanted.ends
+    if _is_short(wanted) and row.kind != "chat" and not (begins and ends):
+        return 0
+    lines = (line.strip() for line in wanted.text.split("\n"))
+    return 1 + begins + ends + sum(len(line) for line in lines if line in whole)
 
 
 def _search(row: Row, wanted: list[Wanted]) -> dict[Wanted, str]:

@@ -123,3 +123,30 @@ def test_a_sequence_of_a_stream_is_searched_for(tmp_path):
         found = origins_in_stream(shown, source.splits["train"](None), "mine", tokenizer.eos_token)
         places = [f"{file}, line 2" if rows else None, f"{file}, line {len(rows) + 1}"]
         assert [[one.row for one in own] for own in found] == [places, [None]]
+
+
+def test_a_few_words_of_a_document_of_a_stream(tmp_path):
+    """Other rows have them, too: the row that begins or ends with them is named, or none."""
+    long = [" ".join(f"{word}{n}" for n in range(40)) for word in ("one", "two", "six", "ten")]
+    notice = "This answer is only for general information, and it may contain errors."
+    rows = [
+        f"We know that the end {long[0]}",
+        f"The end {long[1]} at the end",
+        f"The end {long[2]}",
+    ]
+    rows += [f"{long[3]}\nthe end", f"{notice}\nAsk one.\nBye.", f"{notice}\nAsk two.\nBye."]
+    file = write_rows(tmp_path, [{"text": text} for text in rows])
+    tokenizer = bytes_tokenizer()
+    options = RowOptions.of(parse_arguments([]).data, tokenizer)
+    source = open_source(str(file), parse_arguments([]).data, options, eval_only=False)
+    end = tokenizer.eos_token
+    shown = [
+        f"{rows[1][60:]}{end}The end",  # of two rows
+        f"{rows[0][60:]}{end}We know",
+        f"at the end{end}{rows[2]}{end}",
+        f"the end{end}{rows[3][:90]}",  # of two rows
+        f"{end}{rows[5]}{end}Bye",  # no row begins so
+    ]
+    found = origins_in_stream(shown, source.splits["train"](None), "mine", end)
+    lines = [[one.row and int(one.row.split()[-1]) for one in own] for own in found]
+    assert lines == [[2, None], [1, 1], [2, 3], [None, 4], [6, None]]
