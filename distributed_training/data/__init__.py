@@ -8,6 +8,7 @@ conversations   conversations and pairs of prompt and completion, from the keys 
 tools           the tools of a conversation, and the assistant's calls of them
 chat_template   conversations as text, and the position of the assistant's messages in it
 chat            both as token ids, and the prompt of --generate; examples: those of a corpus
+chat_notices    notices about a chat template, and about answers that do not end
 token_cache     a corpus tokenized once, in the cache of the node; tokenize: how
 corpus          the sequences of one tokenized corpus; mixture: of several in one epoch
 sequences       which tokens a sequence has, and the tensors of a micro-batch; packing: --packing

@@ -11,35 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from distributed_training.data.chat_template import (
-    Chat,
-    ChatTemplate,
-    answer,
-    text_of,
-    use_plain_template,
-)
+from distributed_training.data.chat_template import Chat, ChatTemplate, answer, text_of
 from distributed_training.data.conversations import Message
 from distributed_training.data.facts import DatasetFacts
 from distributed_training.data.rows import Row
 from distributed_training.data.special_tokens import end_finder, start_of
 from distributed_training.errors import UserError
-from distributed_training.files.user_files import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PLAIN_NOTICE = (
-    "This tokenizer has no chat template, so conversations get a plain one (### User: …): "
-    "use --chat_template FILE for another one."
-)
-LINE_BREAK_NOTICE = (
-    "The chat template has a line break between an answer and the end token {token!r}: both are "
-    "trained, so the model learns to write a line break and to stop."
-)
-NO_END_NOTICE = (
-    "No answer ends with a trained end token{among}, so the model would not learn to stop: "
-    "{remedy}."
-)
 
 
 class Example(NamedTuple):
@@ -203,49 +183,6 @@ def rendering_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return template.render(said) if template.source() else None
     except (UserError, ValueError):
         return None
-
-
-def notices_about(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return what to tell about the chat template of conversations; it is set if it is missing."""
-    if use_plain_template(tokenizer):
-        return [PLAIN_NOTICE]
-    template = ChatTemplate(tokenizer)
-    suffix = template.after_answer
-    blanks = suffix[: len(suffix) - len(suffix.lstrip())]
-    if template.has_blocks() or "\n" not in blanks or not template.length_of_end(suffix):
-        return []
-    return [LINE_BREAK_NOTICE.format(token=template.ends_of_turns[0])]
-
-
-def no_end_notice(
-    tokenizer: PreTrainedTokenizerBase, is_chat: bool, is_cut: bool, read: int | None
-) -> str:
-    """Return what to tell if no answer ends with a trained end token (`end_finder`).
-
-    Args:
-        is_chat: the examples are conversations, not pairs.
-        is_cut: there are answers with one, but all after the first --seq_length tokens.
-        read: the number of examples that were read; None: all.
-    """
-    eos = tokenizer.eos_token
-    if is_cut:
-        remedy = "--seq_length cuts off the end of all of them: use a larger one"
-    elif not eos:
-        remedy = "the tokenizer has no end-of-text token (eos_token): use a model that has one"
-    elif is_chat and ChatTemplate(tokenizer).has_blocks():
-        remedy = (
-            f"put the end token, such as {eos!r} ({{{{ eos_token }}}}), into the "
-            "{% generation %} block of the chat template (--chat_template FILE)"
-        )
-    else:
-        end = shown(repr(ChatTemplate(tokenizer).after_answer), 40)
-        remedy = (
-            f"after an answer the chat template has {end}, which is no special token of this "
-            f"tokenizer. End each answer with {eos!r} ({{{{ eos_token }}}}) in a --chat_template "
-            "FILE, or use a model whose tokenizer has the template's end token"
-        )
-    among = f" (in the first {read} rows)" if read else ""
-    return NO_END_NOTICE.format(among=among, remedy=remedy)
 
 
 class Prompt(NamedTuple):

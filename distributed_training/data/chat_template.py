@@ -1,7 +1,8 @@
 """A tokenizer's chat template: conversations as text, and the position of the assistant's messages.
 
-An assistant's message is what the template writes for it after the prompt of the assistant: its
-text and its tool calls, and the special token that ends its turn, with the white space before it.
+An assistant's message is what the template writes for it after the generation prompt: its text and
+its tool calls, what precedes them (such as an empty think block), and the special token that ends
+its turn, with the white space before it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class Chat(NamedTuple):
         """Return a copy with other messages at these numbers."""
         changed = [others.get(n, message) for n, message in enumerate(self.messages)]
         return self._replace(messages=changed)
+
+
+QUESTION = Chat([{"role": "user", "content": "a"}])  # shows what a template writes around answers
 
 
 def text_of(message: Message) -> str:
@@ -214,7 +218,32 @@ class ChatTemplate:
         texts = sorted(set(numbers) - set(calling))
         marked = self.render(chat.replace({n: answer(MARK.format(n)) for n in texts}))
         ranges = self._find([text_of(chat.messages[n]) for n in texts], text, marked)
-        return ranges + [self._range_of_calls(chat, number, text) for number in calling]
+        ranges += [self._range_of_calls(chat, number, text) for number in calling]
+        return [
+            (self._start_of_answer(chat, number, text[:start]), end)
+            for number, (start, end) in zip([*texts, *calling], ranges, strict=True)
+        ]
+
+    def _start_of_answer(self, chat: Chat, number: int, before: str) -> int:
+        """Return where the message of the assistant begins: right after the generation prompt.
+
+        Some templates write more before the text, such as an empty think block (Qwen3) or the name
+        of a channel (gpt-oss), which the model must write as well.
+
+        Args:
+            before: the conversation up to the text or the calls of the message.
+        """
+        prompt = self.generation_prompt
+        if prompt == "":
+            return len(before)
+        for between in (self.before_answer, "") if prompt else ():
+            if before.endswith(f"{prompt}{between}"):
+                return len(before) - len(between)
+        with contextlib.suppress(ValueError):
+            asked = self.render(chat.begin(number), add_generation_prompt=True)
+            if before.startswith(asked):
+                return len(asked)
+        return len(before)
 
     def _find(self, answers: list[str], text: str, marked: str) -> list[tuple[int, int]]:
         around = re.split("\ue000\\d+\ue001", marked)
@@ -272,17 +301,44 @@ class ChatTemplate:
         found = next((token for token in ends if suffix.startswith(token, blanks)), None)
         return blanks + len(found) if found else 0
 
-    # ------------------------------------------------------------------------- the end of an answer
+    # --------------------------------------------------------------- before and after an answer
+
+    @cached_property
+    def generation_prompt(self) -> str | None:
+        """What the template adds to a question as the prompt of the answer.
+
+        "" if it does not use add_generation_prompt, None if it refuses a short conversation.
+        """
+        try:
+            asked = self.render(QUESTION)
+            prompted = self.render(QUESTION, add_generation_prompt=True)
+        except ValueError:
+            return None
+        return prompted[len(asked) :] if prompted.startswith(asked) else None
+
+    @cached_property
+    def before_answer(self) -> str:
+        """What the template puts between the generation prompt and the text of an answer."""
+        before, prompt = self._around_answer[0], self.generation_prompt
+        if prompt is None:
+            return ""
+        asked = prompt or self.render(QUESTION)
+        return before.rpartition(asked)[2] if asked in before else ""
 
     @cached_property
     def after_answer(self) -> str:
         """What the template puts after the last answer; "" if it refuses a short conversation."""
+        return self._around_answer[1]
+
+    @cached_property
+    def _around_answer(self) -> tuple[str, str]:
         mark = MARK.format(0)
         try:
-            text = self.render(Chat([{"role": "user", "content": "a"}, answer(mark)]))
+            text = self.render(Chat([*QUESTION.messages, answer(mark)]))
         except ValueError:
-            return ""
-        return text.rpartition(mark)[2]
+            return "", ""
+        before, _, after = text.rpartition(mark)
+        return before, after
 
     @cached_property
     def ends_of_turns(self) -> list[str]:

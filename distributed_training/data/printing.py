@@ -48,7 +48,7 @@ def print_format(
 ) -> None:
     """Print the formats that were recognized; set a chat template if conversations need one."""
     if kind == "chat":
-        from distributed_training.data.chat import notices_about  # not for text
+        from distributed_training.data.chat_notices import notices_about  # not for text
 
         for notice in notices_about(tokenizer):
             console.warn(notice)
@@ -58,7 +58,7 @@ def print_format(
 def warn_of_no_end(
     tokenizer: PreTrainedTokenizerBase, is_chat: bool, is_cut: bool, read: int | None = None
 ) -> None:
-    """Print that no answer ends with a trained end token; see `chat.no_end_notice`."""
-    from distributed_training.data.chat import no_end_notice  # not for text
+    """Print that no answer ends with a trained end token; see `chat_notices`."""
+    from distributed_training.data.chat_notices import no_end_notice  # not for text
 
     console.warn(no_end_notice(tokenizer, is_chat, is_cut, read))

@@ -30,7 +30,7 @@ from distributed_training.settings.data import DataSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 12  # increase it when the layout of the cache or the tokenization changes
+CACHE_VERSION = 13  # increase it when the layout of the cache or the tokenization changes
 
 
 class TokenizedCorpus(TypedDict):

@@ -30,6 +30,7 @@ def answers(begin="", end=""):
         "{% for m in messages %}{% if m.role == 'assistant' %}"
         + f"A: {begin}{{{{ m.content }}}}{end}"
         + "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}A: {% endif %}"
     )
 
 
