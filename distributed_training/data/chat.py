@@ -86,41 +86,51 @@ class Encoder:
     def _answers(self, chat: Chat, text: str, numbers: Set[int]) -> tuple[list[int], np.ndarray]:
         """Return the ids of a conversation, and which belong to the messages `numbers`."""
         if self.template.has_blocks(bool(chat.tools)):
-            return self._by_blocks(chat, numbers)
+            return self._by_blocks(chat, text, numbers)
         ranges = self.template.ranges_of(chat, numbers, text)
-        options = {"add_special_tokens": False, "return_offsets_mapping": True}
-        encoded = self.tokenizer(text, verbose=False, **options)
-        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+        ids, starts, ends = self._places(text)
         mask = np.zeros(len(starts), dtype=bool)
         for start, end in ranges:
             mask |= (starts < end) & (ends > start)
-        return encoded["input_ids"], mask
+        return ids, mask
 
-    def _by_blocks(self, chat: Chat, numbers: Set[int]) -> tuple[list[int], np.ndarray]:
+    def _places(self, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Return the ids of a text, and where in the text each begins and ends."""
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        encoded = self.tokenizer(text, verbose=False, **options)
+        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+        return encoded["input_ids"], starts, ends
+
+    def _by_blocks(self, chat: Chat, text: str, numbers: Set[int]) -> tuple[list[int], np.ndarray]:
         encoded = self.template.tokenize(chat, with_mask=True)
         ids, mask = encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool)
         for number, message in enumerate(chat.messages):
-            if message["role"] == "assistant" and number not in numbers:
-                start, end = (self._length(chat, n, ids) for n in (number, number + 1))
+            if message["role"] != "assistant" or (
+                number in numbers and "tool_calls" not in message
+            ):
+                continue
+            start, end = (self._length(chat, count, text) for count in (number, number + 1))
+            if number not in numbers:
                 mask[start:end] = False
-            elif number in numbers and "tool_calls" in message:
-                start, end = (self._length(chat, n, ids) for n in (number, number + 1))
-                if not mask[start:end].any():
-                    raise ValueError(
-                        "the {% generation %} blocks of the chat template leave out tool calls: "
-                        "extend them (--chat_template FILE)"
-                    )
+            elif not mask[start:end].any():
+                raise ValueError(
+                    "the {% generation %} blocks of the chat template leave out tool calls: "
+                    "extend them (--chat_template FILE)"
+                )
         return ids, mask
 
-    def _length(self, chat: Chat, count: int, ids: list[int]) -> int:
-        """Return the tokens of the first messages, with which the conversation's ids must begin."""
-        begin = self.template.tokenize(chat.begin(count))["input_ids"] if count else []
-        if ids[: len(begin)] != begin:
+    def _length(self, chat: Chat, count: int, text: str) -> int:
+        """Return the tokens of the first messages, with which the conversation must begin.
+
+        The last of them may have characters of the next message, such as "?" with a line break.
+        """
+        begin = self.template.render(chat.begin(count)) if count else ""
+        if not text.startswith(begin):
             raise ValueError(
                 "the chat template renders the first messages differently if they are alone, so a "
                 "message without a loss is not found"
             )
-        return len(begin)
+        return int((self._places(text)[1] < len(begin)).sum())
 
     def _whole(self, chat: Chat, text: str, answers: Set[int], untrained: Set[int]) -> Example:
         """Encode a conversation of which all tokens are trained, except some answers."""

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 MARK = "\ue000{}\ue001"
 UNKNOWN_POSITION = (
     "the chat template changes the assistant's {}, so its position is unknown: use a template with "
-    "{{% generation %}} blocks (--chat_template)"
+    "{{% generation %}} blocks (--chat_template FILE, such as recipes/chat_with_tools.jinja)"
 )
-
-OTHER = "use another --chat_template FILE, or a model whose template writes all parts"
+OTHER = (
+    "use another --chat_template FILE, such as recipes/chat_with_tools.jinja, or a model whose "
+    "template writes all parts"
+)
 # A tool and its call, to find out which form of the arguments a template expects. Mistral's checks
 # the length of the id.
 EXAMPLE_TOOL: Tool = {

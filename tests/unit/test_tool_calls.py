@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from conftest import PROJECT
 from streams import ids_of, stream_of, tokenized
 from tool_templates import DEEPSEEK, LLAMA, MISTRAL, QWEN, QWEN_BLOCKS, with_template
 from transformers import GenerationConfig
@@ -14,6 +15,7 @@ from distributed_training.checkpoints.other_runs import refuse_other_run
 from distributed_training.checkpoints.signature import flags_signature
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.chat import Encoder, Example
+from distributed_training.data.conversations import PLAIN_TEMPLATE
 from distributed_training.data.examples import encode_example
 from distributed_training.data.row_files import rows_of_file
 from distributed_training.data.rows import BadRow, RowOptions, read_row
@@ -456,3 +458,36 @@ def test_an_answer_ends_with_the_token_of_the_template():
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in ends
     alone = end_ids(tokenizer, GenerationConfig(), is_chat=False)
     assert alone == {tokenizer.eos_token_id}
+
+
+def test_openais_rows_with_the_template_that_the_messages_name():
+    """For a tokenizer without a template: the plain one does not write tools."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    called = {"id": "call_id", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answered = {"role": "tool", "tool_call_id": "call_id", "content": "21."}
+    messages = [user("How warm?"), {"role": "assistant", "tool_calls": [called]}, answered]
+    tools = [{"type": "function", "function": function}]
+    row = {"messages": messages, "tools": tools, "parallel_tool_calls": False}
+    file = "recipes/chat_with_tools.jinja"
+    refused = trained(row, PLAIN_TEMPLATE)
+    assert "leaves out tool calls" in refused and file in refused
+    template, call_of_row = (
+        (PROJECT / file).read_text("utf-8"),
+        'Call: {"name": "f", "arguments": {}}',
+    )
+    assert trained(row, template) == call_of_row + EOS
+    longer = {**row, "messages": [*messages, said("It is 21.", weight=1)]}
+    assert trained(longer, template) == f"{call_of_row}{EOS}It is 21.{EOS}"
+    text = whole(longer, template)
+    assert json.dumps(tools[0]) in text and "### User:\nHow warm?" in text and "21." in text
+
+
+def test_blocks_where_a_token_has_characters_of_two_messages():
+    """A line break after a message, and the next heading: the tokens of a beginning differ."""
+    template = (
+        "{% for m in messages %}{{ '\n\n' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+    )
+    row = {"messages": [user("?"), said("one", weight=0), user("? "), said("two")]}
+    assert trained(row, template) == f"two{EOS}"
