@@ -3,6 +3,7 @@
 opening         from --dataset to the training and validation sequences of a run
 sources         where rows come from: Python's reference, files (row_files), or the hub (row_hub)
 rows            the formats of rows
+refused_rows    answers that are not to be imitated, tools under another key, tables of pandas
 special_tokens  tokens that begin a text, and those that end an answer
 conversations   conversations and pairs of prompt and completion, from the keys of a row
 tools           the tools of a conversation, and the assistant's calls of them

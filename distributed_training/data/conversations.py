@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from distributed_training.data.refused_rows import TOOL_KEYS
 from distributed_training.data.tools import Tool, ToolCall, calls_of, tools_of
 from distributed_training.files.user_files import shown
 
@@ -144,6 +145,8 @@ def _message(message: object) -> Message:
         raise ValueError(f"a message has the role {shown(repr(role))}: use one of {list(ROLES)}")
     if lost := [key for key in UNSUPPORTED if message.get(key)]:
         raise ValueError(f"{lost[0]!r} is not supported: only text and tool calls are trained on")
+    if tools := [key for key in ("tools", *TOOL_KEYS) if message.get(key)]:
+        raise ValueError(f"a message has {tools[0]!r}: write them as 'tools' of the row")
     calls, found = message.get("tool_calls"), Message(role=ROLES[role])
     if role == CALL:
         calls, content = content, None

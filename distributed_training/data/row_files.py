@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO, TypeVar
 
+from distributed_training.data import refused_rows
 from distributed_training.data.rows import (
     BadRow,
     NotUnicode,
@@ -24,8 +25,9 @@ from distributed_training.data.rows import (
     Row,
     RowOptions,
     Source,
-    columns_of_table,
+    columns_to_read,
     format_of,
+    formats_of,
     read_row,
     row_of_table,
 )
@@ -241,24 +243,40 @@ def _read_csv(file: Path, options: RowOptions) -> RawRows:
     with _open_text(file, newline="") as stream:
         _check_delimiter(file, stream.readline(), delimiter, options)
         stream.seek(0)
-        rows = csv.DictReader(stream, strict=True, delimiter=delimiter)
-        names = rows.fieldnames or []
-        if len({*names}) < len(names):
+        lines = csv.reader(stream, strict=True, delimiter=delimiter)
+        names = next(lines, [])
+        if len({*filter(None, names)}) < len([*filter(None, names)]):
             raise UserError(f"{file} has two columns of one name: {', '.join(map(shown, names))}.")
-        for row in rows:
-            place = f"{file}, line {rows.line_num}"
-            if None in row or None in row.values():
+        for cells in lines:
+            place = f"{file}, line {lines.line_num}"
+            if cells and (len(names) == 1 or any(map(str.strip, cells))):  # else an empty line
+                row = _row_of_cells(names, cells, options)
                 problem = "it has more or fewer cells than the first line"
-                yield BadRow(f"{place}: {problem}: quote texts with separators."), place
-            else:
-                yield row, place
+                yield row or BadRow(f"{place}: {problem}: quote texts with separators."), place
+
+
+def _row_of_cells(
+    names: list[str], cells: list[str], options: RowOptions
+) -> dict[str, object] | None:
+    """Return a row of a CSV file; None if it has more or fewer cells than the first line.
+
+    Other programs end some lines with empty cells.
+    """
+    missing = names[len(cells) :]
+    if any(map(str.strip, [*missing, *cells[len(names) :]])):
+        return None
+    row = dict(zip(names, [*cells, *[""] * len(missing)], strict=False))
+    fits = [read.values() for _, read in formats_of(row, options)]
+    if len(fits) > 1 and not any(row.get(column) for column in fits[0]):
+        row = {name: cell for name, cell in row.items() if cell}  # as nulls in other tables
+    return refused_rows.typed(row, dict(options.columns).values())
 
 
 def _read_parquet(file: Path, options: RowOptions) -> RawRows:
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(file)
-    columns, numbers = columns_of_table(table.schema_arrow.names, options, str(file)), count(1)
+    columns, numbers = columns_to_read(table.schema_arrow.names, options, str(file)), count(1)
     for batch in table.iter_batches(columns=columns, batch_size=1024):
         for row in batch.to_pylist():
             yield row_of_table(row), f"{file}, row {next(numbers)}"

@@ -20,6 +20,7 @@ from distributed_training.data.rows import (
     Rows,
     Source,
     columns_of_table,
+    columns_to_read,
     read_row,
     row_of_table,
 )
@@ -84,7 +85,7 @@ def open_hub(name: str, data: DataSettings, options: RowOptions, needs_train: bo
     columns = columns_of_table(next(iter(tables.values())).column_names, options, flag)
     splits: dict[str, Rows] = {}
     for role, table in tables.items():
-        selected = table.select_columns(columns)
+        selected = table.select_columns(columns_to_read(table.column_names, options, flag))
         splits[role] = partial(rows_of_table, selected, name, f"{flag}, {role}", options)
     commits = [(role, table._fingerprint) for role, table in tables.items()]
     return Source(

@@ -9,13 +9,13 @@ document. A row that cannot be used is a `BadRow`.
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from distributed_training.console import printable
+from distributed_training.data import refused_rows
 from distributed_training.data.facts import Kinds
 from distributed_training.errors import UserError
 from distributed_training.files.user_files import shown
@@ -36,6 +36,7 @@ FORMATS = (
     ("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system")),
     ("text", ("text",), ()),
 )
+ANSWERS = ("messages", "conversations", "completion", "output")  # keys of formats with an answer
 # Keys whose values would not be trained on. A row with a value of one of them that its format does
 # not read cannot be used, except a text.
 UNSUPPORTED = (
@@ -154,35 +155,64 @@ class RowOptions(NamedTuple):
 # ---------------------------------------------------------------------------------- formats of rows
 
 
-def format_of(keys: Iterable[str], options: RowOptions) -> tuple[str, dict[str, str]]:
-    """Return the name of the format that fits, and {key: its column} of the keys that it reads.
+def formats_of(keys: Collection[str], options: RowOptions) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the name of each format that fits, and {key: its column} of the keys that it reads."""
+    columns = dict(options.columns)
+    for name, required, optional in FORMATS:
+        read = {key: columns.get(key, key) for key in (*required, *optional)}
+        if columns.keys() <= set(required) and {read[key] for key in required} <= set(keys):
+            yield name, read
+
+
+def format_of(keys: Collection[str], options: RowOptions) -> tuple[str, dict[str, str]]:
+    """Return the first of `formats_of`.
 
     Raises:
         ValueError: a row or table with these keys has no known format.
     """
-    found, columns, wanted = list(keys), dict(options.columns), []
-    for name, required, optional in FORMATS:
-        if columns.keys() <= set(required):
-            read = {key: columns.get(key, key) for key in (*required, *optional)}
-            names = list(read.values())[: len(required)]
-            if set(names) <= set(found):
-                return name, read
-            wanted.append(" with ".join(map(repr, names)))
+    if found := next(formats_of(keys, options), None):
+        return found
+    columns = dict(options.columns)
+    wanted = [
+        " with ".join(repr(columns.get(key, key)) for key in required)
+        for _, required, _ in FORMATS
+        if columns.keys() <= set(required)
+    ]
     raise ValueError(
-        f"no {', no '.join(wanted)}, but {shown(', '.join(map(str, found))) or 'nothing'}: rename "
+        f"no {', no '.join(wanted)}, but {shown(', '.join(map(str, keys))) or 'nothing'}: rename "
         "a key, or name one with --text_column, --prompt_column or --completion_column"
     )
 
 
 def columns_of_table(columns: list[str], options: RowOptions, where: str) -> list[str]:
-    """Return the columns of a table that are read; `where` is the table, for messages."""
+    """Return the columns of a table's format, and those that it must not have.
+
+    Args:
+        where: the table, for messages.
+    """
     try:
-        name, read = format_of(columns, options)
+        name, read = _format_of_keys(dict.fromkeys(columns, "a value"), options)
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from error
     also = () if name == "text" else UNSUPPORTED
     wanted = dict.fromkeys((*read.values(), *also))
     return [column for column in wanted if column in columns]
+
+
+def columns_to_read(columns: list[str], options: RowOptions, where: str) -> list[str]:
+    """Return the columns of a table that are read.
+
+    A row may have nulls in the columns of the first format, and values in those of another one.
+    """
+    wanted = dict.fromkeys(columns_of_table(columns, options, where))
+    names = []
+    for name, read in formats_of(columns, options):
+        names.append(name)
+        wanted |= dict.fromkeys(column for column in read.values() if column in columns)
+    if names != ["text"]:
+        wanted |= dict.fromkeys(filter(refused_rows.is_checked, columns))
+        wanted |= dict.fromkeys(column for column in UNSUPPORTED if column in columns)
+    return list(wanted)
 
 
 def row_of_table(row: dict[str, object]) -> dict[str, object]:
@@ -200,57 +230,70 @@ def _without_nulls(value: object) -> object:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def lists_in(value: object, path: str = "") -> Iterator[str]:
-    """Yield where an object of a JSON file has lists of objects or texts, as paths for jq."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            is_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)
-            yield from lists_in(inner, f"{path}.{key if is_name else json.dumps(key)}")
-    elif path and isinstance(value, list) and value and isinstance(value[0], (dict, str)):
-        yield path
-
-
-def format_of_row(row: dict[str, object], options: RowOptions) -> tuple[str, dict[str, str]]:
-    """Do what `format_of` does; the error also names a list in the row, which may be the rows."""
-    try:
-        return format_of(row, options)
-    except ValueError as error:
-        path = next(lists_in(row), None)
-        if path is None:
-            raise
-        raise ValueError(
-            f"{error}. It has a list under {path}: if that is the data, write its entries alone, "
-            f"one in each line (jq -c {shlex.quote(path + '[]')} FILE > NEW.jsonl)"
-        ) from error
-
-
 def read_row(row: object, where: str, options: RowOptions) -> Row | BadRow:
     """Convert a text or an object with the keys of a format; `where` is its place, for messages."""
     if isinstance(row, BadRow):
         return row
+    text_column = dict(options.columns).get("text", "text")
     if isinstance(row, str):
-        row = {dict(options.columns).get("text", "text"): row}
+        row = {text_column: row}
     try:
         if not isinstance(row, dict):
             raise ValueError("neither a text nor an object with keys such as text or messages")
-        name, columns = format_of_row(row, options)
-        values = {key: row.get(column) for key, column in columns.items()}
-        if name == "text":
-            text = "" if values["text"] is None else values["text"]
-            if not isinstance(text, str):
-                raise ValueError(f"'text' is not a string but {shown(text, 40)}")
-            text.encode()
-            return Row(where, pieces=[text])
-        if lost := [key for key in UNSUPPORTED if row.get(key) and key not in columns.values()]:
-            raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
-        from distributed_training.data.conversations import convert  # not for rows of text
-
-        content: Content = {"format": name, **convert(values, options.chat_template)}
-        return Row(where, **content, trains_all=options.train_on == "all")
+        present = {key: value for key, value in row.items() if not is_null(value)}
+        if row and not present and text_column not in row:
+            raise ValueError(f"all its values are null ({shown(', '.join(row))})")
+        if text_column in row and next(formats_of(row, options), ("",))[0] == "text":
+            present.setdefault(text_column, "")  # a document without text
+        return _read_object(present, where, options)
     except UnicodeEncodeError as error:
         return NotUnicode(where, error.object[error.start])
     except ValueError as error:
         return BadRow(f"{where}: {error}.")
+
+
+def is_null(value: object) -> bool:
+    """Return whether a value is missing: None, or the NaN that pandas writes for it."""
+    return value is None or (isinstance(value, float) and isnan(value))
+
+
+def _format_of_keys(row: dict[str, object], options: RowOptions) -> tuple[str, dict[str, str]]:
+    """Do what `format_of` does; the error names what the row has instead of a format."""
+    try:
+        return format_of(row, options)
+    except ValueError as error:
+        refused_rows.check_is_no_pair(row)
+        raise ValueError(f"{error}{refused_rows.advice_without_format(row)}") from error
+
+
+def _read_object(row: dict[str, object], where: str, options: RowOptions) -> Row:
+    """Convert an object without nulls.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    name, columns = _format_of_keys(row, options)
+    values = {key: row.get(column) for key, column in columns.items()}
+    if name == "text":
+        text = values["text"]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"'text' is not a string but {shown(text, 40)}{refused_rows.advice_for(row)}"
+            )
+        text.encode()
+        return Row(where, pieces=[text])
+    if advice := refused_rows.advice_for(row):
+        raise ValueError(f"not one row but many{advice}")
+    used = set(columns.values())
+    answers = [columns[key] for key in ANSWERS if key in columns]
+    refused_rows.check_is_good(row, used, answers)
+    refused_rows.check_tools(row, used)
+    if lost := [key for key in UNSUPPORTED if row.get(key) and key not in used]:
+        raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
+    from distributed_training.data.conversations import convert  # not for rows of text
+
+    content: Content = {"format": name, **convert(values, options.chat_template)}
+    return Row(where, **content, trains_all=options.train_on == "all")
 
 
 def check_kind(row: Row | BadRow, kinds: Kinds) -> Row | BadRow:
