@@ -28,8 +28,11 @@ def read_tokenizer(
         raise UserError(
             f"{what}: there are no tokenizer files (tokenizer.json, or vocab.json and merges.txt)."
         )
+    from distributed_training.model.library_warnings import shown_as_notices
+
     options = {"local_files_only": True, **NO_REMOTE_CODE}
-    with refused_as(f"{what}: its tokenizer files cannot be used; copy them again"):
+    problem = f"{what}: its tokenizer files cannot be used; copy them again"
+    with refused_as(problem), shown_as_notices():
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         except Exception as error:

@@ -14,6 +14,7 @@ from distributed_training.model import weights
 from distributed_training.model.config import read_config
 from distributed_training.model.frozen import digest_of_files
 from distributed_training.model.generate import end_ids
+from distributed_training.model.library_warnings import shown_as_notices
 from distributed_training.model.resolve import be_quiet
 from distributed_training.model.tokenizer import read_tokenizer
 from distributed_training.ranks import gpus, tuning
@@ -123,7 +124,8 @@ def _with_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     import peft
 
     try:
-        return peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
+        with shown_as_notices():
+            return peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     except weights.LOADING_ERRORS as error:
         raise UserError(
             f"The adapters in {folder} cannot be loaded: {first_line(error, 200)}"
