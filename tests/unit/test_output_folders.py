@@ -110,7 +110,7 @@ def test_the_folder_of_a_run_is_not_a_model(tmp_path):
     """The error names the exported model in it."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="exports its model to hf/"):
+    with pytest.raises(UserError, match=r"/hf, which the run exported"):
         check_model_path(parse_arguments(["--model", str(tmp_path)]).model)
 
 
