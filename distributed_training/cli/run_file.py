@@ -1,14 +1,18 @@
 """Run files (--config): the flags of the command line, in YAML.
 
 The keys are the names of the flags, also those that other trainers use. The sections `training:`
-and `distributed:` only group keys.
+and `distributed:` only group keys. A value is the text that the file has, as on a command line, and
+the type of the flag converts it: YAML 1.1, which PyYAML implements, would make 90 of 1:30.
 """
 
+from __future__ import annotations
+
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from distributed_training import process
 from distributed_training.cli.flags import AddToFlag, shown_flags
@@ -18,6 +22,9 @@ from distributed_training.errors import EXIT_COMPLETED, UserError, redact
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import TOO_DEEP, check_depth, read_text, shown
 from distributed_training.strategies.strategy import FlagValues
+
+if TYPE_CHECKING:
+    import yaml
 
 GROUPING_KEYS = ("training", "distributed")
 
@@ -53,7 +60,9 @@ def as_arguments(content: Mapping[str, object], place: str, parser: Parser) -> l
         items = value if isinstance(value, list) else [value]
         if any(isinstance(item, dict | list | set) for item in items):
             raise UserError(f"{place}: {key} cannot have nested values.")
-        values = list(map(str, items)) if isinstance(value, list) else []
+        if isinstance(value, list) and None in items:
+            raise UserError(f"{place}: {key} has an empty value: remove it, or write '' for it.")
+        values = list(map(_as_text, items)) if isinstance(value, list) else []
         if values and isinstance(actions.get(key), AddToFlag):
             arguments += [f"--{key}={text}" for text in values]
             continue
@@ -62,9 +71,13 @@ def as_arguments(content: Mapping[str, object], place: str, parser: Parser) -> l
         if values and key in actions and actions[key].nargs in ("+", "*"):
             arguments += [f"--{key}", *values]
         elif value is not None:
-            text = ",".join(values) if isinstance(value, list) else str(value)
-            arguments.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
+            text = ",".join(values) if isinstance(value, list) else _as_text(value)
+            arguments.append(f"--{key}={text}")
     return arguments
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _refuse_repeated(place: str, keys: list[tuple[str, str]]) -> None:
@@ -102,7 +115,7 @@ def as_yaml(values: FlagValues, sources: Mapping[str, str]) -> str:
 
 
 def read_yaml(flag: str, path: str) -> JsonObject:
-    """Return the mapping in a YAML file.
+    """Return the mapping in a YAML file, in which each scalar is a text or null.
 
     Raises:
         UserError: the file cannot be read, is not YAML (the message has the line and column), or is
@@ -110,26 +123,44 @@ def read_yaml(flag: str, path: str) -> JsonObject:
     """
     import yaml
 
-    text = read_text(flag, path)
+    text, place = read_text(flag, path), f"{flag} {shown(path)}"
+    try:
+        value = yaml.load(text, _loader(place))
+        check_depth(value)
+    except RecursionError as error:
+        raise UserError(f"{place}: {TOO_DEEP}.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"{place} is not YAML: {shown(problem, 300)}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: a run file is a list of `key: value` lines.")
+    return {str(key): item for key, item in value.items()}
 
-    class UniqueKeys(yaml.SafeLoader):
+
+def _loader(place: str) -> type[yaml.SafeLoader]:
+    """Return a loader of YAML that keeps the text of scalars, and refuses a key that occurs twice.
+
+    Args:
+        place: the file, for messages.
+    """
+    import yaml
+
+    class TextLoader(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[dict] = {}
+
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if twice := [name for name, count in Counter(names).items() if count > 1]:
-                raise UserError(f"{flag} {shown(path)}: the key {shown(twice[0])} occurs twice.")
+                raise UserError(f"{place}: the key {shown(twice[0])} occurs twice.")
             return super().construct_mapping(node, deep)
 
-    try:
-        value = yaml.load(text, UniqueKeys)
-        check_depth(value)
-    except RecursionError as error:
-        raise UserError(f"{flag} {shown(path)}: {TOO_DEEP}.") from error
-    except (yaml.YAMLError, ValueError) as error:  # 2026-02-30 is a ValueError
-        problem = " ".join(str(error).split())
-        raise UserError(f"{flag} {shown(path)} is not YAML: {shown(problem, 300)}.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{flag} {shown(path)}: a run file is a list of `key: value` lines.")
-    return {str(key): item for key, item in value.items()}
+    tag = "tag:yaml.org,2002:"
+    null = re.compile("(?:~|null|Null|NULL|)$")
+    TextLoader.add_implicit_resolver(f"{tag}null", null, ["~", "n", "N", ""])
+    TextLoader.add_implicit_resolver(f"{tag}merge", re.compile("<<$"), ["<"])
+    for kind in ("bool", "int", "float", "timestamp"):  # with a tag, as in !!int 010
+        TextLoader.add_constructor(f"{tag}{kind}", TextLoader.construct_scalar)
+    return TextLoader
 
 
 def print_config(flags: FlagValues, sources: dict[str, str]) -> NoReturn:

@@ -72,7 +72,7 @@ def boolean(text: str) -> bool:
     return word in ("true", "1", "yes")
 
 
-# Other names of values, those of Trainer and accelerate; YAML reads no as false.
+# Other names of values, those of Trainer and accelerate; a program may give False for no.
 VALUES = {
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
@@ -122,7 +122,15 @@ def path(text: str) -> Path:
 
 def path_or_switch(on: object, off: object) -> Callable[[str], object]:
     """Return a type for a path, or true and false, which become `on` and `off`."""
-    return lambda text: {"true": on, "false": off}.get(text.lower(), place(text))
+
+    def parse(text: str) -> object:
+        if (word := text.lower()) in ("true", "false"):
+            return on if word == "true" else off
+        if word in ("yes", "no", "on", "off"):
+            raise argparse.ArgumentTypeError(f"{text}: write true or false, or a path (./{text})")
+        return place(text)
+
+    return parse
 
 
 file_or_switch, checkpoint = path_or_switch(True, False), path_or_switch("", None)

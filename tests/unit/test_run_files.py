@@ -86,6 +86,15 @@ def read(tmp_path):
         ("generate: The", {"generate": ("The",)}),
         ("generate: ['a, b', -c]", {"generate": ("a, b", "-c")}),
         ("generate: ''", {"generate": ()}),
+        # What YAML 1.1 would read as true, 8, 90, 181, 1.1, a date, false and 1e-4 as a text.
+        ("generate: yes\nseed: 010", {"generate": ("yes",), "seed": 10}),
+        ("output_dir: 1:30", {"output_dir": "1:30"}),
+        ("generate: [1.10, no, True, 1_0]", {"generate": ("1.10", "no", "True", "1_0")}),
+        ("text_column: 2026-11-28\nmixed_precision: no", {"text_column": "2026-11-28"}),
+        ("model: !!int 010\nlr: 1e-4", {"model": "010", "lr": 1e-4}),
+        ("compile: yes\nquiet: True\neval: FALSE", {"compile": True, "quiet": True, "eval": False}),
+        ("text_column: ~\neval_split: NULL\nmodel:", {"text_column": None, "eval_split": None}),
+        ("generate: &text a\ntext_column: *text", {"text_column": "a"}),
     ],
 )
 def test_run_file(read, text, values):
@@ -126,6 +135,11 @@ def test_the_command_line_overrides_the_file(read, text, flags, values):
         ("generate_every_eval: true", "--generate_every_eval needs --generate"),
         ("generate: a\ngenerate_every_eval: true\neval: false", "cannot be used together"),
         ("lr: " + "[" * 500 + "]" * 500, "nested"),
+        ("rank_shares: 3:1", "3:1 is not a number"),
+        ("compile: on", "on is neither true nor false"),
+        ("resume: yes", "yes: write true or false, or a path"),
+        ("seed: 0x10", "0x10 is not a whole number"),
+        ("generate: [a, ~]", "generate has an empty value"),
     ],
 )
 def test_run_file_that_is_refused(read, text, says):
