@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import traceback
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +26,17 @@ ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to b
 # The command and the environment of this process, before anything changes them.
 COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+IMPORTED = time.monotonic()
 RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by distributed_training/ranks/restart.py
+
+
+def age() -> float:
+    """Return the seconds since this process started, also if the clock is set meanwhile."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # see proc(5)
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return time.monotonic() - IMPORTED
 
 
 class LossyFile(io.FileIO):

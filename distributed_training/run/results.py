@@ -108,8 +108,7 @@ def measured(
         plan: the memory plan.
     """
     found = dict.fromkeys(KEYS_OF_TRAINING) | meter.speed(work)
-    if meter.first_step_at:
-        found["seconds_to_first_step"] = meter.first_step_at - psutil.Process().create_time()
+    found["seconds_to_first_step"] = meter.seconds_to_first_step
     if rate := found["tokens_per_second"]:
         found["tokens_per_second_per_gpu"] = rate / ctx.world_size
         found["mfu"] = _share_of_peak(rate / ctx.world_size, ctx, spec)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distributed_training import process
 from distributed_training.loss_chunks import fits_in_graph
 from distributed_training.memory.measure import AFTER, MemoryByPhase, StepMemory
 from distributed_training.model.spec import ModelSpec
@@ -73,7 +74,8 @@ class StepMeter:
     measured_step: int
     # Seconds by phase (see PHASES) of each step that has been read.
     steps: list[dict[str, float]] = field(default_factory=list)
-    first_step_at: float | None = None  # end of the first step, in seconds since 1970
+    # From the start of the process to the end of the first step.
+    seconds_to_first_step: float | None = None
 
     def __post_init__(self) -> None:
         self.step = self.first_step  # steps that have ended
@@ -153,8 +155,9 @@ class StepMeter:
                 self._now[phase] += seconds
             self._last = moment
         self._marks.clear()
-        if self.first_step_at is None and self.steps:
-            self.first_step_at = time.time() - sum(sum(step.values()) for step in self.steps[1:])
+        if self.seconds_to_first_step is None and self.steps:
+            since = sum(sum(step.values()) for step in self.steps[1:])
+            self.seconds_to_first_step = process.age() - since
         return [sum(step.values()) for step in self.steps[known:]]
 
     @property

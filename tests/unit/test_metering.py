@@ -3,14 +3,18 @@ peak rates of devices.
 """
 
 import resource
+import time
 from resource import RLIMIT_FSIZE as FSIZE
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import torch
+from conftest import PROJECT
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed_training import process
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
 from distributed_training.records.metrics_file import MetricsFile, read_metrics
@@ -38,7 +42,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     read = lambda: clock.now  # noqa: E731
-    monkeypatch.setattr(step_meter, "time", SimpleNamespace(perf_counter=read, time=read))
+    monkeypatch.setattr(step_meter, "time", SimpleNamespace(perf_counter=read))
     return clock
 
 
@@ -95,6 +99,32 @@ def test_throughput_includes_the_log_and_excludes_pauses(tmp_path, clock):
     assert sum(speed["step_phases_seconds"].values()) == pytest.approx(COMPUTE + LOG)
     assert speed["step_phases_seconds"]["data"] == pytest.approx(COMPUTE / 4 + LOG)
     assert log.state.training_seconds == pytest.approx(sum(each))
+
+
+def test_the_time_to_the_first_step_ends_with_it(tmp_path, clock, monkeypatch):
+    """The steps are read together, 2 s and a half after the start of the first one."""
+    monkeypatch.setattr(process, "age", lambda: 100 + clock.now)
+    log = open_log(tmp_path, clock, logging_steps=STEPS)
+    log.start_epoch()
+    train(log, clock, 3)
+    log.flush()
+    assert log.meter.seconds_to_first_step == pytest.approx(101, abs=LOG)
+
+
+def test_the_age_of_a_process_does_not_depend_on_the_clock(monkeypatch):
+    expected = time.time() - psutil.Process().create_time()
+    monkeypatch.setattr(time, "time", lambda: 0)
+    assert process.age() == pytest.approx(expected, abs=2)
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME", raising=False)
+    assert 0 < process.age() < expected + 2
+
+
+def test_no_duration_is_of_a_clock_that_can_be_set():
+    """One name of a folder has the time of day."""
+    files = [*(PROJECT / "distributed_training").rglob("*.py"), *(PROJECT / "tools").rglob("*.py")]
+    files.append(PROJECT / "real_model_example.py")
+    found = {file.name for file in files if "time.time()" in file.read_text(encoding="utf-8")}
+    assert found == {"export.py"}
 
 
 class Reads(TorchDispatchMode):

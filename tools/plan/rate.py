@@ -9,7 +9,16 @@ from typing import NamedTuple
 from distributed_training import PROJECT, programs
 from distributed_training.cli.parser import Options
 from distributed_training.errors import TrainingError, UserError
-from distributed_training.files.json_types import JsonObject
+from distributed_training.files.json_types import (
+    Check,
+    JsonObject,
+    dict_of,
+    is_number,
+    is_text,
+    list_of,
+    optional,
+    record,
+)
 from distributed_training.files.user_files import read_user_json, shown
 from distributed_training.ranks.gpus import usable_gpus
 from distributed_training.records.recorded_run import last_error
@@ -18,6 +27,21 @@ from distributed_training.units import human_rate
 from distributed_training.workload.rate import Rate
 from distributed_training.workload.workload import Workload
 
+
+def is_amount(value: object) -> bool:
+    """Return whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and is_number(value) and value > 0
+
+
+# The keys of a completed run that a plan uses.
+USED: dict[str, Check] = {
+    **dict.fromkeys("world_size steps samples tokens".split(), is_amount),
+    "tokens_per_second_per_gpu": is_amount,
+    "hardware": optional(record({}, gpu=optional(is_text), cpu=is_text)),
+    "step_phases_seconds": optional(dict_of(is_number)),
+    "seconds_to_first_step": optional(is_number),
+    "checkpoint_seconds": optional(list_of(is_number)),
+}
 MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from its rate
 
 
@@ -63,7 +87,7 @@ def measured_rate(
     device = gpu or f"CPU process of {lookup(results, 'hardware.cpu')}"
     basis = f"on {ranks} x {shown(device)}, {results['steps']} steps, {place}"
     speed, length = results["tokens_per_second_per_gpu"], results["tokens"] / results["samples"]
-    update = float(lookup(results, "step_phases_seconds.update") or 0)
+    update = max(0.0, lookup(results, "step_phases_seconds.update") or 0)
     step_tokens = results["tokens"] / results["steps"] / ranks
     return Rate(speed, "measured", basis, warning, length, update, step_tokens)
 
@@ -99,6 +123,8 @@ def differences(results: JsonObject, planned: JsonObject) -> str:
 def read_completed_run(path: str, flag: str = "--results") -> tuple[str, JsonObject]:
     """Return the flag with the path, for messages, and the results.json of a completed run.
 
+    Durations that cannot be, which a clock that was set back left in earlier versions, are null.
+
     Raises:
         UserError: the file is missing or damaged, or the run did not complete or did not train.
     """
@@ -107,9 +133,16 @@ def read_completed_run(path: str, flag: str = "--results") -> tuple[str, JsonObj
     if results.get("status") != "completed":
         why = f"{shown(results.get('status'))} ({shown(results.get('reason'))})"
         raise UserError(f"{place}: the run's status is {why}: name a completed run.")
-    if not results["tokens_per_second_per_gpu"]:
+    if not results.get("tokens_per_second_per_gpu"):
         raise UserError(f"{place}: the run trained no step: name a run that trained.")
-    return place, results
+    for key, check in USED.items():
+        if not check(results.get(key)):
+            value = shown(results.get(key, "missing"))
+            raise UserError(f"{place} is damaged: {key} is {value}: name another completed run.")
+    if (results.get("seconds_to_first_step") or 0) <= 0:
+        results["seconds_to_first_step"] = None
+    saves = [seconds for seconds in results.get("checkpoint_seconds") or [] if seconds > 0]
+    return place, {**results, "checkpoint_seconds": saves}
 
 
 def measure(args: Options, flags: list[str], work: Workload) -> tuple[str, JsonObject]:
