@@ -13,8 +13,10 @@ from distributed_training import console
 from distributed_training.data.batches import initial_counts
 from distributed_training.data.opening import Datasets
 from distributed_training.hardware import computes_bf16, cpu_fact
+from distributed_training.files.user_files import shown
 from distributed_training.memory.measure import MemoryByPhase
 from distributed_training.model.spec import ModelSpec
+from distributed_training.rank_shares import are_exact, of_each_rank, shown_shares
 from distributed_training.ranks.context import DistContext
 from distributed_training.run.memory_plan import MemoryPlan, PlanRun
 from distributed_training.run.run_folder import RunFolder
@@ -43,8 +45,10 @@ class StartLog:
             UserError: --rank_shares does not fit the ranks, the folder cannot be used, or this
                 machine lacks what the strategy, --compile or --memory_snapshot needs.
         """
-        initial_counts(settings.training, ctx)
+        counts = initial_counts(settings.training, ctx)
         say_setup(ctx)
+        if not are_exact(of_each_rank(settings.training.rank_shares, ctx.node_of_rank), counts):
+            say_rounded(settings.training, counts)
         folder = RunFolder.open(settings, ctx)
         check_machine(settings.strategy, settings.training, settings.model.compile, ctx.device.type)
         memory = MemoryByPhase(ctx.device)
@@ -120,6 +124,15 @@ def say_setup(ctx: DistContext) -> None:
             f"World Size: {ctx.world_size}\n"
             f"Backend: {ctx.backend.upper()}\nGPU: {gpu}\n========================="
         )
+
+
+def say_rounded(training: TrainingSettings, counts: list[int]) -> None:
+    """Print what --rank_shares becomes in whole sequences."""
+    console.warn(
+        f"--rank_shares {shown(shown_shares(training.rank_shares))} of the {sum(counts)} sequences "
+        f"of a micro-batch are {shown(','.join(map(str, counts)))} in whole sequences: a larger "
+        "--batch_size comes closer."
+    )
 
 
 def check_machine(

@@ -5,7 +5,10 @@ import argparse
 import numpy as np
 import pytest
 
-from distributed_training.rank_shares import divide, of_each_rank
+from distributed_training import console
+from distributed_training.cli.parse import parse_arguments
+from distributed_training.rank_shares import are_exact, divide, of_each_rank
+from distributed_training.run.start_log import say_rounded
 from distributed_training.settings import flag_types
 
 
@@ -66,6 +69,21 @@ def test_shares_are_given_for_ranks_or_nodes():
     for given in ((1, 2), (1, 2, 3, 4)):
         with pytest.raises(ValueError):
             of_each_rank(given, [0, 0, 0])
+
+
+def test_whole_sequences_may_differ_from_the_shares():
+    for shares, sequences in (((3, 1), (6, 2)), ((1, 1), (4, 4)), ((0.3, 0.1), (3, 1))):
+        assert are_exact(shares, sequences)
+    for shares, sequences in (((3, 1), (1, 1)), ((1.5, 1), (5, 3))):
+        assert not are_exact(shares, sequences)
+
+
+def test_a_notice_has_the_shares_and_the_whole_sequences(monkeypatch, capsys):
+    monkeypatch.setattr(console, "is_main", True)
+    training = parse_arguments(["--rank_shares", "3,1"]).training
+    say_rounded(training, [1, 1])
+    assert "--rank_shares 3,1 of the 2 sequences" in (said := capsys.readouterr().out)
+    assert "1,1 in whole sequences" in said
 
 
 @pytest.mark.parametrize("text", ["", "0,1", "-1,2", "2:1", "auto,1", "nan,1", "inf,1", "1,,2"])
