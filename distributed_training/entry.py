@@ -57,6 +57,11 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
         launch = launching.detect_launch()
         line = read_command_line(argv)
         settings = line.settings
+        if "ACCELERATE_MIXED_PRECISION" in os.environ:
+            from distributed_training.strategies import accelerate  # of its launcher
+
+            found = accelerate.check(settings.flags(), settings.strategy, os.environ)
+            line = replace(line, notices=line.notices + found)
         if process.RESTARTED in os.environ:
             from distributed_training.ranks import restart  # of --auto_micro_batch
 

@@ -30,4 +30,5 @@ build_deepspeed) and trains it; ENGINES has both functions of each engine. For a
     gradients         gradient norm, check for non-finite values, loss scaling
     optimizer_shards  the base class of states.py: masters, and their pieces of parameters
     wrapped           what is inside the wrappers of the libraries
+    accelerate        compares the configuration of `accelerate launch` with the flags
 """

@@ -3,6 +3,7 @@
 from typing import Any
 
 from distributed_training.errors import UserError
+from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import did_you_mean, read_user_json, shown
 from distributed_training.strategies.fsdp.options import FsdpOptions
 from distributed_training.strategies.strategy import Flags
@@ -33,23 +34,34 @@ def read_fsdp_config(path: str | None, words: str) -> FsdpOptions:
     Raises:
         UserError: the file is not a JSON object, or has a wrong value or a misspelled key.
     """
+    content = read_user_json("--fsdp_config", path, unique_keys=True) if path else {}
+    return options_of(content, words, shown(path))
+
+
+def options_of(content: JsonObject, words: str, place: str) -> FsdpOptions:
+    """Return the options of the keys of an FSDP file.
+
+    Args:
+        words: see `read_fsdp_config`.
+        place: where the keys are from, for messages.
+    Raises:
+        UserError: a value is wrong, or a key is misspelled.
+    """
     values: dict[str, Any] = {}  # by key, without the prefix
     ignored = []
-    for given, value in (
-        read_user_json("--fsdp_config", path, unique_keys=True) if path else {}
-    ).items():
+    for given, value in content.items():
         key = given.removeprefix("fsdp_")
         allowed = KEYS.get(key)
         value = value.upper() if allowed and isinstance(value, str) else value
         if allowed and value not in allowed:
             known = ", ".join(map(str, allowed))
-            raise UserError(f"{shown(path)}: {shown(given)} {shown(value)} is not in {known}.")
+            raise UserError(f"{place}: {shown(given)} {shown(value)} is not in {known}.")
         values[key] = value
         if key in KEYS or key.startswith("_"):  # "_…" is a comment
             continue
         guess = did_you_mean(f"fsdp_{key}", [f"fsdp_{name}" for name in KEYS])
         if guess and key != LIKE_FORWARD:
-            raise UserError(f"{shown(path)}: unknown key {shown(given)}{guess}")
+            raise UserError(f"{place}: unknown key {shown(given)}{guess}")
         ignored.append(shown(given))
     layers = values.get("transformer_layer_cls_to_wrap") or []
     layers = layers if isinstance(layers, list) else str(layers).split(",")
