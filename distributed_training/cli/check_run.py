@@ -1,6 +1,7 @@
 """The first checks of a run, before it imports torch."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from distributed_training.cli import checks
@@ -36,7 +37,7 @@ def check_run(settings: Settings, is_restart: bool) -> None:
         eval_only = settings.training.eval_only
         checks.check_output_dir(settings.output, eval_only)
         checks.check_export_folder(settings.output, eval_only, settings.model.model, settings.data)
-    if settings.output.resume and not Path(settings.output.resume).exists():
+    if settings.output.resume and not os.path.exists(settings.output.resume):
         raise UserError(f"--resume {settings.output.resume}: there is no such checkpoint.")
     checks.check_nvme_path(settings.parallelism.nvme_path)
     packages = {
@@ -64,7 +65,7 @@ def check_model_path(model_settings: ModelSettings) -> None:
             f"--model_revision is for models on the hub, and --model {model} is not one: "
             "leave it out."
         )
-    if is_local and not Path(model).is_dir():
+    if is_local and not os.path.isdir(model):
         raise UserError(f"--model {model}: no such folder.")
     if is_local and not Path(model, "config.json").is_file():
         from distributed_training.cli.model_folders import advice_without_config  # after an error

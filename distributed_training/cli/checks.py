@@ -284,7 +284,7 @@ def check_export_folder(
             raise UserError(
                 f"{flag} {folder} would replace {what}: name another folder with --export_hf."
             )
-    if output.export_hf and folder.is_dir() and any(folder.iterdir()):
+    if output.export_hf and os.path.isdir(folder) and any(folder.iterdir()):
         described = any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_"))
         exported = described and (folder / "README.md").is_file()
         if not exported or not (output.overwrite or output.resume is not None):
@@ -294,5 +294,5 @@ def check_export_folder(
 
 def check_nvme_path(nvme_path: str | None) -> None:
     """Check that --nvme_path exists; `make_nvme_folder` checks its size later."""
-    if nvme_path and not Path(nvme_path).is_dir():
+    if nvme_path and not os.path.isdir(nvme_path):
         raise UserError(f"--nvme_path {nvme_path}: no such folder: create it on an NVMe disk.")

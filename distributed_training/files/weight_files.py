@@ -6,6 +6,7 @@ Only pickled files (pytorch_model.bin) need PyTorch.
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def weight_files(folder: Path, named: str | None = None) -> list[Path]:
                 f"{path} names the file {shown(name)}, which is not in its folder, so it is not "
                 "read: put the file into the folder, and correct the index."
             )
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise UserError(f"{path} names {shown(name)}, which is missing: {COPY_AGAIN}.")
     return [folder / name for name in sorted(set(listed.values()))]
 

@@ -114,5 +114,7 @@ def mean_of(curve: Curve, first: int, last: int) -> float | None:
     """Return the mean value of some steps; None if the run did not log one of them."""
     if (first, last) in curve:
         return curve[first, last]
+    if not 0 <= last - first < len(curve):
+        return None
     steps = [(step, step) for step in range(first, last + 1)]
     return mean(map(curve.__getitem__, steps)) if curve.keys() >= {*steps} else None

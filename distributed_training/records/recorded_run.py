@@ -18,7 +18,7 @@ from distributed_training.files import atomic
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import shown
 from distributed_training.records.agreement import TOLERANCES, Agreement, Curve, Tolerance
-from distributed_training.records.metrics_file import read_metrics
+from distributed_training.records.metrics_file import is_record, read_metrics
 from distributed_training.records.results_types import PHASES, wrong_key
 from distributed_training.strategies.table import STRATEGIES
 
@@ -117,8 +117,8 @@ class RecordedRun:
     @property
     def rounding(self) -> Tolerance:
         """Return the entry of TOLERANCES for the precision of the run."""
-        precision = self.results.get("precision", "fp32")
-        return TOLERANCES["tf32" if self.in_tf32 else precision]
+        precision = self.results.get("precision") or "fp32"
+        return TOLERANCES["tf32"] if self.in_tf32 else TOLERANCES.get(precision, TOLERANCES["fp32"])
 
 
 def read_run(folder: str | Path) -> RecordedRun:
@@ -141,6 +141,9 @@ def read_run(folder: str | Path) -> RecordedRun:
         runs = [shown(file.parent) for file in sorted(path.glob("*/results.json"))[:5]]
         known = f"one of the runs in it ({', '.join(runs)})" if runs else known
         raise UserError(f"{shown(path)} is no run: name {known}.")
+    if not all(map(is_record, history)):
+        number = next(n for n, value in enumerate(history, 1) if not is_record(value))
+        raise UserError(f"{shown(file)} is damaged: record {number} of log_history.")
     return RecordedRun(file, history)
 
 

@@ -21,6 +21,16 @@ COLLECTIVE = record({"calls": is_number, "sent_bytes": is_number}, message_bytes
 HARDWARE = record(
     {"cpu": is_text, "cores": is_number, "gpu": optional(is_text), "ram_bytes": is_number}
 )
+BYTES = optional(dict_of(optional(is_number)))
+MEMORY = record(
+    {},
+    predicted_bytes=BYTES,
+    nvme_bytes=optional(is_number),
+    **dict.fromkeys(
+        ("categories_bytes_by_rank", "device_categories_bytes_by_rank"), list_of(BYTES)
+    ),
+    **dict.fromkeys(("peak_bytes", "host_peak_bytes"), list_of(optional(is_number))),
+)
 TEXTS = "status reason error_kind strategy model device precision started_at command sample".split()
 COUNTS = "parameters world_size global_batch_size seq_length steps tokens".split()
 NUMBERS = """
@@ -34,7 +44,7 @@ TYPES: dict[str, Check] = {
     "communication_per_step": dict_of(COLLECTIVE),
     "step_phases_seconds": dict_of(is_number),
     "skipped_steps": list_of(is_count),
-    "memory": record({}, categories_bytes_by_rank=list_of(optional(dict_of(optional(is_number))))),
+    "memory": MEMORY,
     "tf32": is_switch,
     "versions": dict_of(is_text),
     "flags": dict_of(either(optional(SIMPLE), list_of(SIMPLE))),

@@ -6,6 +6,7 @@ Imports nothing heavy, so that wrong names are reported at once.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +49,8 @@ def find_source(text: str) -> Source:
         UserError: there is no such model, or it is not complete.
     """
     path = Path(text)
-    if not path.is_dir():
-        if path.exists() or is_local_model(text):
+    if not os.path.isdir(path):
+        if os.path.exists(path) or is_local_model(text):
             raise UserError(f"{shown(text)}: no such folder.")
         if text == EMBEDDED_MODEL:
             raise UserError(f"{text} has random weights: train it, and name the run's folder.")
@@ -70,7 +71,7 @@ def _of_run(path: Path) -> Source:
     folder = path / "hf"
     if isinstance(exported, str):  # --export_hf may name a folder outside of the run's
         folder = Path(exported) if flags.get("export_hf") else path / Path(exported).name
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(_why_not_exported(path, flags, results.get("status")))
     source = _in_folder(folder, str(folder))
     if source.adapters and flags.get("from_scratch"):
@@ -128,12 +129,12 @@ def _with_base(folder: Path, name: str) -> Source:
     base = read_user_json("The file", str(folder / ADAPTERS)).get("base_model_name_or_path")
     if base == EMBEDDED_MODEL:
         raise UserError(RANDOM_BASE.format(name))
-    if not isinstance(base, str) or (is_local_model(base) and not Path(base).is_dir()):
+    if not isinstance(base, str) or (is_local_model(base) and not os.path.isdir(base)):
         raise UserError(
             f"{name}: the base model of its adapters, {shown(base)}, is missing: put it there, or "
             f"correct base_model_name_or_path in {ADAPTERS}."
         )
-    found = _in_folder(Path(base) if Path(base).is_dir() else _on_hub(base), base)
+    found = _in_folder(Path(base) if os.path.isdir(base) else _on_hub(base), base)
     if found.adapters:
         raise UserError(f"{name}: the base model of its adapters, {base}, has adapters as well.")
     return replace(found, name=name, adapters=folder)

@@ -8,6 +8,10 @@ from typing import NamedTuple
 
 from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
+from distributed_training.files.user_files import shown
+
+# The largest sizes that the planner computes with, far above those of any model.
+MOST_ELEMENTS, MOST_LAYERS = 10**12, 100_000
 
 # The supported families, with transformers' defaults for keys that config.json omits.
 DEFAULTS: dict[str, JsonObject] = {
@@ -206,16 +210,17 @@ def read_architecture(config: dict, path: str) -> Architecture:
     family, value = _with_defaults(config, path)
     gpt2 = family == "gpt2"
 
-    def size(name: str, default: int | None = None) -> int:
+    def size(name: str, default: int | None = None, most: int = MOST_ELEMENTS) -> int:
         found = value.get(name, default)
-        if not isinstance(found, int) or found < 1:
-            raise UserError(f"--model {path}: {name} is {found}, and must be a whole number.")
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
+            limits = f"a whole number from 1 to {most:,}"
+            raise UserError(f"--model {path}: {name} is {shown(found)}, and must be {limits}.")
         return found
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     biases = bool(value.get("attention_bias", False))
     limit = size("max_position_embeddings") if "max_position_embeddings" in value else None
-    layers = size("num_hidden_layers")
+    layers = size("num_hidden_layers", most=MOST_LAYERS)
     attention = Attention(
         heads,
         kv_heads=heads if gpt2 else size("num_key_value_heads", heads),

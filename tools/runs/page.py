@@ -215,7 +215,7 @@ def _charts_of_step(results: dict) -> dict[str, Chart]:
     """Return the charts of the memory of each rank and of the time of each phase."""
     bars = {}  # names and values by caption
     if ranks := list(filter(None, lookup(results, "memory.categories_bytes_by_rank") or [])):
-        kinds = {kind: [(rank[kind] or 0) / MB for rank in ranks] for kind in ranks[0]}
+        kinds = {kind: [(rank.get(kind) or 0) / MB for rank in ranks] for kind in ranks[0]}
         names = [f"rank {number}" for number in range(len(ranks))]
         bars["Memory by category at the end of backward (MB)"] = names, kinds
     if phases := results.get("step_phases_seconds"):

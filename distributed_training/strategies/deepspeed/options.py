@@ -6,16 +6,18 @@ import importlib.util
 import json
 import logging
 import re
+import sys
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from tempfile import gettempdir
+from types import NoneType
 from typing import Any
 
 from distributed_training.about import PROJECT
 from distributed_training.errors import UserError, redact_value, remember_secrets
 from distributed_training.files.atomic import write_text
-from distributed_training.files.json_types import JsonObject
+from distributed_training.files.json_types import JsonObject, is_count
 from distributed_training.files.user_files import (
     TOO_DEEP,
     check_depth,
@@ -30,7 +32,7 @@ from distributed_training.strategies.strategy import Flags
 
 SECTIONS = """
     zero_optimization zero_optimization.offload_optimizer zero_optimization.offload_param optimizer
-    optimizer.params scheduler scheduler.params bf16 fp16 aio
+    optimizer.params scheduler scheduler.params bf16 fp16 aio timers timers.throughput
 """.split()
 # Hugging Face's convention for "as on the command line"; DeepSpeed itself does not know it.
 AUTO = "auto"
@@ -74,12 +76,19 @@ def read_ds_config(path: str) -> JsonObject:
         check_depth(config)
     except RecursionError as error:
         raise UserError(f"{shown(path)}: {TOO_DEEP}.") from error
+    except OverflowError as error:  # of hjson, which converts it to an integer
+        raise UserError(
+            f"{shown(path)}: a number is larger than {sys.float_info.max:g}."
+        ) from error
     except ValueError as error:
         raise UserError(f"{shown(path)}: {shown(error)}.") from error
     remember_secrets(config)
     for key in SECTIONS:
-        if not isinstance(lookup(config, key) or {}, dict):
+        if not isinstance(lookup(config, key), dict | NoneType):
             raise UserError(f"{shown(path)}: {key} must be an object.")
+    depth = lookup(config, "aio.queue_depth")
+    if depth is not None and not (is_count(depth) and depth):
+        raise UserError(f"{shown(path)}: aio.queue_depth {shown(depth)} is not a whole number.")
     stage = lookup(config, "zero_optimization.stage")
     if stage not in (1, 2, 3) or stage is True:
         raise UserError(f"{shown(path)}: zero_optimization.stage {shown(stage)} is not 1, 2 or 3.")
