@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -72,12 +71,6 @@ def divide(
         if sequences[rank] < most[rank]:
             heapq.heappush(times, ((sequences[rank] + 1) / shares[rank], rank))
     return tuple(sequences)
-
-
-def are_exact(shares: Sequence[float], sequences: Sequence[int]) -> bool:
-    """Return whether whole sequences have the ratios of the shares that were given."""
-    parts = (share / sum(shares) * sum(sequences) for share in shares)
-    return all(itertools.starmap(math.isclose, zip(parts, sequences, strict=True)))
 
 
 class Entry(TypedDict):

@@ -5,33 +5,12 @@ from pathlib import Path
 
 from distributed_training import console
 from distributed_training.files.atomic import only_finite, write_text
-from distributed_training.files.json_types import (
-    either,
-    is_count,
-    is_number,
-    is_text,
-    list_of,
-    optional,
-    record,
-)
 
 FILE = "metrics.jsonl"
 # Keys that only a record of one kind has: of an evaluation, and of the texts generated after it; of
 # a step, and of a choice of --rank_shares auto.
 OF_EVALUATIONS = {"eval_loss", "generated"}
 KINDS = {"loss", "rank_sequences", *OF_EVALUATIONS}
-# The types of the values that are read; a number may be null, and of Trainer NaN or infinite.
-NUMBER = optional(either(is_number, lambda value: isinstance(value, float)))
-NUMBERS = """
-    loss lr learning_rate grad_norm tokens_per_second seconds epoch eval_loss perplexity
-    bits_per_byte
-    """.split()
-is_record = record(
-    {"step": is_count},
-    generated=list_of(record({"prompt": is_text, "text": is_text})),
-    rank_sequences=list_of(is_count),
-    **dict.fromkeys(NUMBERS, NUMBER),
-)
 MOST_LINES = 5  # that a message names
 
 
@@ -43,6 +22,8 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     Raises:
         OSError: the file is missing, cannot be read, or is not a regular file.
     """
+    from distributed_training.records.record_types import is_record  # writing needs no types
+
     lines = path.read_bytes().split(b"\n")
     records, unreadable = [], []
     for number, line in enumerate(lines, 1):

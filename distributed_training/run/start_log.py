@@ -16,7 +16,6 @@ from distributed_training.hardware import computes_bf16, cpu_fact
 from distributed_training.files.user_files import shown
 from distributed_training.memory.measure import MemoryByPhase
 from distributed_training.model.spec import ModelSpec
-from distributed_training.rank_shares import are_exact, of_each_rank, shown_shares
 from distributed_training.ranks.context import DistContext
 from distributed_training.run.memory_plan import MemoryPlan, PlanRun
 from distributed_training.run.run_folder import RunFolder
@@ -47,8 +46,10 @@ class StartLog:
         """
         counts = initial_counts(settings.training, ctx)
         say_setup(ctx)
-        if not are_exact(of_each_rank(settings.training.rank_shares, ctx.node_of_rank), counts):
-            say_rounded(settings.training, counts)
+        if settings.training.rank_shares:
+            from distributed_training.run import rounded_shares  # only with the flag
+
+            rounded_shares.report(settings.training, counts, ctx.node_of_rank)
         folder = RunFolder.open(settings, ctx)
         check_machine(settings.strategy, settings.training, settings.model.compile, ctx.device.type)
         memory = MemoryByPhase(ctx.device)
@@ -124,15 +125,6 @@ def say_setup(ctx: DistContext) -> None:
             f"World Size: {ctx.world_size}\n"
             f"Backend: {ctx.backend.upper()}\nGPU: {gpu}\n========================="
         )
-
-
-def say_rounded(training: TrainingSettings, counts: list[int]) -> None:
-    """Print what --rank_shares becomes in whole sequences."""
-    console.warn(
-        f"--rank_shares {shown(shown_shares(training.rank_shares))} of the {sum(counts)} sequences "
-        f"of a micro-batch are {shown(','.join(map(str, counts)))} in whole sequences: a larger "
-        "--batch_size comes closer."
-    )
 
 
 def check_machine(

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from damaged_values import errors_of
-from written_runs import RESULTS, save, steps
+from written_runs import RESULTS, save
 
 from distributed_training.checkpoints.format import FORMAT_VERSION
 from distributed_training.checkpoints.verify import read_manifest
@@ -16,11 +16,9 @@ from distributed_training.files.atomic import digest_of_json
 from distributed_training.files.weight_files import weight_files
 from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
-from distributed_training.records.compare import compare_runs
 from distributed_training.strategies.deepspeed.options import ModelSizes, complete_ds_config
 from distributed_training.trained import source
 from distributed_training.workload.workload import Workload
-from tools.runs.comparison_text import as_json, as_text
 
 DS = {
     **{"train_batch_size": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0},
@@ -90,31 +88,6 @@ def test_config_of_a_model_that_is_planned(tmp_path, config):
         predict(Workload(find_architecture(str(tmp_path)), 2), "zero3")
 
     assert not errors_of(config, read)
-
-
-def test_records_of_runs(tmp_path):
-    other = save(tmp_path / "other", RESULTS, steps())
-    results = {key: RESULTS[key] for key in ("status", "precision", "memory")}
-    evaluation = {"step": 6, "eval_loss": 5.0, "perplexity": 2.0}
-    content = {"results": results, "step": steps(norms=[1.0] * 6)[0], "evaluation": evaluation}
-
-    def compare(place):
-        comparison = compare_runs(str(other), str(place))
-        json.dumps(as_json(comparison), allow_nan=False)
-        as_text(comparison, wide=True)
-
-    def of_run(changed):
-        damaged = changed.get("results")
-        records = [changed.get("step"), *steps()[1:], changed.get("evaluation")]
-        full = {**RESULTS, **damaged} if isinstance(damaged, dict) else damaged
-        compare(save(tmp_path / "run", full, records))
-
-    def of_trainer(changed):
-        (tmp_path / "trainer_state.json").write_text(json.dumps(changed))
-        compare(tmp_path / "trainer_state.json")
-
-    assert not errors_of(content, of_run)
-    assert not errors_of({"log_history": [{"step": 1, "loss": 8.0, "grad_norm": 1.0}]}, of_trainer)
 
 
 def test_manifest_of_a_checkpoint(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from distributed_training import console
 from distributed_training.cli.parse import parse_arguments
-from distributed_training.rank_shares import are_exact, divide, of_each_rank
-from distributed_training.run.start_log import say_rounded
+from distributed_training.rank_shares import divide, of_each_rank
+from distributed_training.run.rounded_shares import are_exact, report
 from distributed_training.settings import flag_types
 
 
@@ -81,7 +81,9 @@ def test_whole_sequences_may_differ_from_the_shares():
 def test_a_notice_has_the_shares_and_the_whole_sequences(monkeypatch, capsys):
     monkeypatch.setattr(console, "is_main", True)
     training = parse_arguments(["--rank_shares", "3,1"]).training
-    say_rounded(training, [1, 1])
+    report(training, [6, 2], node_of_rank=[0, 0])
+    assert not capsys.readouterr().out
+    report(training, [1, 1], node_of_rank=[0, 0])
     assert "--rank_shares 3,1 of the 2 sequences" in (said := capsys.readouterr().out)
     assert "1,1 in whole sequences" in said
 
