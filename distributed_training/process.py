@@ -11,8 +11,8 @@ import platform
 import re
 import signal
 import sys
-import traceback
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn

@@ -13,7 +13,6 @@ from distributed_training import console
 from distributed_training.data.batches import initial_counts
 from distributed_training.data.opening import Datasets
 from distributed_training.hardware import computes_bf16, cpu_fact
-from distributed_training.files.user_files import shown
 from distributed_training.memory.measure import MemoryByPhase
 from distributed_training.model.spec import ModelSpec
 from distributed_training.ranks.context import DistContext
@@ -49,7 +48,7 @@ class StartLog:
         if settings.training.rank_shares:
             from distributed_training.run import rounded_shares  # only with the flag
 
-            rounded_shares.report(settings.training, counts, ctx.node_of_rank)
+            rounded_shares.report(settings.training, counts, ctx.nodes.of_rank)
         folder = RunFolder.open(settings, ctx)
         check_machine(settings.strategy, settings.training, settings.model.compile, ctx.device.type)
         memory = MemoryByPhase(ctx.device)
