@@ -6,11 +6,12 @@ saving.py and loading.py have the format of the tensors.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from safetensors.torch import load_file
 
 from distributed_training.checkpoints import format as files
+from distributed_training.data.opening import Datasets
 from distributed_training.errors import redact_value
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.safetensors_writer import save_file
@@ -20,9 +21,6 @@ from distributed_training.strategies import gradients
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.strategies.optimizer_shards import ShardedState
 
-if TYPE_CHECKING:
-    from distributed_training.data.streaming import Stream
-
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 
 
@@ -31,7 +29,7 @@ class Contents(NamedTuple):
 
     objects: TrainingObjects
     spec: ModelSpec
-    stream: Stream | None  # the training sequences of --streaming, whose position is saved
+    datasets: Datasets  # of --streaming the position is saved
     state: ShardedState | None  # of this rank; None with --eval_only
 
     @property
@@ -53,7 +51,7 @@ class Contents(NamedTuple):
             "scaling": gradients.scaler_state(objects.scaler, objects.optimizer),
             "identity": redact_value(identity),
             "lr_scheduler": {},  # --lr_scheduler depends on the step only
-            "stream": None if self.stream is None else self.stream.progress(),
+            "stream": None if self.datasets.stream is None else self.datasets.stream.progress(),
             "groups": [
                 {key: group[key] for key in GROUP_KEYS if key in group}
                 for group in shards.base.param_groups
@@ -65,7 +63,9 @@ class Contents(NamedTuple):
 
     def write_whole(self, folder: Path) -> None:
         """Write what has no pieces: description, buffers, states of whole parameters."""
-        self.spec.describe(folder / "model")
+        from distributed_training.model.description import write_description  # not at the start
+
+        write_description(self.spec, folder / "model", self.datasets.kind)
         buffers = {} if self.spec.lora else persistent_buffers(self.objects.module)
         states = self.shards.whole_states()
         for tensors, name in ((buffers, files.BUFFERS), (states, files.WHOLE_STATES)):
@@ -88,9 +88,10 @@ class Contents(NamedTuple):
 
     def load_progress(self, manifest: JsonObject) -> None:
         """Load the position in the stream and the loss scale."""
+        stream = self.datasets.stream
         # An imported checkpoint has no position.
-        if self.stream is not None and (manifest["stream"] or manifest["counters"]["samples"]):
-            self.stream.resume(manifest["stream"])
+        if stream is not None and (manifest["stream"] or manifest["counters"]["samples"]):
+            stream.resume(manifest["stream"])
         gradients.load_scaler_state(
             manifest["scaling"], self.objects.scaler, self.objects.optimizer
         )

@@ -73,7 +73,7 @@ class CheckpointManager:
         return cls(
             ctx,
             folder,
-            Contents(objects, spec, datasets.stream, state),
+            Contents(objects, spec, datasets, state),
             output,
             training.load_best_at_end,
             identity,
@@ -225,8 +225,9 @@ class CheckpointManager:
     def trained_model(self, state: TrainState | None) -> TrainedModel:
         """Return what an export needs; `state` is None for a completed run."""
         keep = partial(self._keep_weights, state)
-        parts = (self.ctx, self.spec, self.objects, self.contents.state, self.identity)
-        return TrainedModel(*parts, self.best_is_loaded, keep)
+        contents = self.contents
+        parts = (self.ctx, contents.spec, contents.objects, contents.state, contents.datasets.kind)
+        return TrainedModel(*parts, self.identity, self.best_is_loaded, keep)
 
     def _keep_weights(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the weights of a model whose export failed, or None.

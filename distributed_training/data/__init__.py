@@ -8,6 +8,7 @@ special_tokens  tokens that begin a text, and those that end an answer
 conversations   conversations and pairs of prompt and completion, from the keys of a row
 tools           the tools of a conversation, and the assistant's calls of them
 chat_template   conversations as text, and the position of the assistant's messages in it
+turn_ends       the tokens that end an assistant's turn in a chat template
 chat            both as token ids, and the prompt of --generate; examples: those of a corpus
 chat_notices    notices about a chat template, and about answers that do not end
 token_cache     a corpus tokenized once, in the cache of the node; tokenize: how

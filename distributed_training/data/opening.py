@@ -58,6 +58,11 @@ class Datasets(NamedTuple):
         return self._replace(validation=self.validation.take(count)) if count else self
 
     @property
+    def kind(self) -> str | None:
+        """The kind of the rows, see `facts.Kinds`; a mixture's may be "mixed"."""
+        return self.facts["kind"] if self.stream is None else self.stream.state["kind"]
+
+    @property
     def stream(self) -> Stream | None:
         """The training sequences of --streaming, whose position a checkpoint contains."""
         return None if isinstance(self.train, Sequences) else self.train

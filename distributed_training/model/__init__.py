@@ -13,6 +13,8 @@ isolation attention within a document, where a sequence has several
 lora      LoRA adapters, attached by peft; merging: added to the weights for an export
 frozen    what identifies the frozen weights under adapters
 generate  text from a model that may be sharded over the ranks
+description  the folder of a trained model except its weights
+stopping  the tokens at which a trained model stops
 export    the trained model as a folder for `from_pretrained`; card: its model card
 trained_model  what an export needs of a run
 push      the upload of that folder to the Hugging Face hub

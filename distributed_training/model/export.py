@@ -1,6 +1,6 @@
 """Export the trained model as a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    config.json, generation_config.json, tokenizer files    by `ModelSpec.describe`
+    config.json, generation_config.json, tokenizer files    by `write_description`
     model.safetensors                                       or several files and an index
     README.md                                               the model card
 
@@ -25,6 +25,7 @@ from distributed_training.errors import FirstError, TrainingError, redact
 from distributed_training.files import atomic
 from distributed_training.files.safetensors_writer import FILE_BYTES, WeightFiles
 from distributed_training.memory.system import host_bytes
+from distributed_training.model.description import write_description
 from distributed_training.model.trained_model import TrainedModel
 from distributed_training.model.weights import persistent_buffers
 from distributed_training.settings.output import OutputSettings
@@ -120,7 +121,7 @@ def _write_folder(
     temporary = errors.attempt(atomic.start_folder, target.folder) if ctx.is_main else None
     folder = temporary.path / "new" if temporary else None
     if temporary and folder:
-        errors.attempt(spec.describe, folder, dtype, merges)
+        errors.attempt(write_description, spec, folder, trained.kind, dtype, merges)
     if spec.lora and merges:
         from distributed_training.model.merging import load_frozen, write_merged
 

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from distributed_training import console
 from distributed_training.data.chat import Prompt
-from distributed_training.data.chat_template import ChatTemplate
 from distributed_training.model.config import max_positions
 from distributed_training.model.spec import ModelSpec
+from distributed_training.model.stopping import end_ids
 from distributed_training.ranks.context import DistContext
 
 NEW_TOKENS = 100
@@ -66,22 +65,6 @@ def generate(
         text = spec.tokenizer.decode(answer, skip_special_tokens=True).strip()
     console.print0(f"💬 {text}")
     return text
-
-
-def end_ids(
-    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, is_chat: bool
-) -> set[int]:
-    """Return the ids at which generation ends.
-
-    A turn of a conversation may end with another token than a text: one of the generation
-    configuration, or of the chat template, which a base model's configuration does not have.
-    """
-    found = {tokenizer.eos_token_id}
-    if is_chat:
-        more = generation.eos_token_id
-        found |= {*more} if isinstance(more, list) else {more}
-        found |= {*tokenizer.convert_tokens_to_ids(ChatTemplate(tokenizer).ends_of_turns)}
-    return {each for each in found if each is not None}
 
 
 def _sample(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

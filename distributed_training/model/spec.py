@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from distributed_training import console
-from distributed_training.errors import TrainingError, redact, refused_as
-from distributed_training.files.atomic import remove_temporary_folder, write_text
+from distributed_training.errors import TrainingError, refused_as
+from distributed_training.files.atomic import remove_temporary_folder
 from distributed_training.files.json_types import JsonObject
 from distributed_training.model import resolve, weights
 from distributed_training.model.config import (
@@ -190,29 +189,6 @@ class ModelSpec:
                 "hold."
             )
         return model
-
-    def describe(self, folder: Path, dtype: torch.dtype | None = None, whole: bool = False) -> None:
-        """Write everything of the model except its weights: configurations and tokenizer.
-
-        Args:
-            dtype: the type of the weights, recorded in the configuration; None leaves it unchanged.
-            whole: describe the model itself and not its adapters, which have been added to it.
-        """
-        folder.mkdir(exist_ok=True)
-        self.tokenizer.save_pretrained(folder)
-        if self.lora and not whole:
-            self.lora.save_config(folder)
-            return
-        config = copy.deepcopy(self.config)
-        config.name_or_path = redact(config.name_or_path)  # saved by older versions of transformers
-        config.use_cache = True  # disabled for training only
-        config.get_text_config().update(self.own_settings)
-        config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-        if dtype is not None:
-            config.update(weights.as_dtype(dtype))
-        config.save_pretrained(folder)
-        # save_pretrained of older versions rejects the generation configuration of some models.
-        write_text(folder / "generation_config.json", self.generation.to_json_string())
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         if self.lora:

@@ -21,6 +21,7 @@ class TrainedModel(NamedTuple):
     spec: ModelSpec
     objects: TrainingObjects  # its model is wrapped
     state: ShardedState | None  # this rank's weights; None with --eval_only
+    kind: str | None  # of the rows that it was trained on
     identity: dict  # the run signature
     is_best: bool  # whether the weights are those of the best evaluation, and not the last
     # Returns a checkpoint with these weights, which may be saved for it, or None.

@@ -13,9 +13,9 @@ from distributed_training.errors import UserError, explained, first_line
 from distributed_training.model import weights
 from distributed_training.model.config import read_config
 from distributed_training.model.frozen import digest_of_files
-from distributed_training.model.generate import end_ids
 from distributed_training.model.library_warnings import shown_as_notices
 from distributed_training.model.resolve import be_quiet
+from distributed_training.model.stopping import end_ids
 from distributed_training.model.tokenizer import read_tokenizer
 from distributed_training.ranks import gpus, tuning
 from distributed_training.ranks.context import DTYPES

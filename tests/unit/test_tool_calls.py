@@ -20,7 +20,7 @@ from distributed_training.data.examples import encode_example
 from distributed_training.data.row_files import rows_of_file
 from distributed_training.data.rows import BadRow, RowOptions, read_row
 from distributed_training.errors import UserError
-from distributed_training.model.generate import end_ids
+from distributed_training.model.stopping import end_ids
 
 SCHEMA = {"name": "weather", "parameters": {"type": "object", "required": ["city"]}}
 TOOLS = [{"type": "function", "function": SCHEMA}]

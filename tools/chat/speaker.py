@@ -21,7 +21,7 @@ from transformers import (
 from distributed_training.console import visible
 from distributed_training.errors import UserError
 from distributed_training.model.config import max_positions, read_generation_config
-from distributed_training.model.generate import end_ids
+from distributed_training.model.stopping import end_ids
 from distributed_training.ranks import tuning
 from distributed_training.trained.load import is_chat, load, usable_device
 from distributed_training.trained.source import Source
