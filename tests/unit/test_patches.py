@@ -37,6 +37,9 @@ PATCHES = {
     "count_free_gpu_memory": (
         "deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator.available_memory"
     ),
+    "keep_buffers_in_fp32": (
+        "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model"
+    ),
     "wait_once_for_offloaded_gradients": (
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
         "complete_grad_norm_calculation_for_cpu_offload"
@@ -81,6 +84,23 @@ def test_free_memory_of_a_gpu_that_is_named_by_its_uuid(monkeypatch):
     monkeypatch.setattr(kind, "available_memory", kind.available_memory)  # restored afterwards
     patches_of_deepspeed.count_free_gpu_memory()
     assert gpu.available_memory() == 5
+
+
+def test_an_older_engine_converts_no_rotary_frequencies(monkeypatch):
+    """It converts the whole module, as DeepSpeed 0.17.5 and 0.19.0 do."""
+    from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("inv_freq", torch.tensor([1.0, 0.1234567]), persistent=False)
+    frequencies = model.inv_freq.clone()
+    name = "_configure_distributed_model"
+    monkeypatch.setattr(Engine, name, lambda self, model: model.bfloat16())
+    monkeypatch.delattr(Engine, "_cast_module_mixed_precision", raising=False)
+    patches_of_deepspeed.keep_buffers_in_fp32()
+    getattr(Engine, name)(None, model)
+    assert model.weight.dtype == torch.bfloat16 and model.inv_freq.dtype == torch.float32
+    assert torch.equal(model.inv_freq, frequencies)
+    assert "inv_freq" not in model.state_dict()
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -112,6 +112,33 @@ def count_free_gpu_memory() -> None:
     CUDA_Accelerator.available_memory = available_memory
 
 
+def keep_buffers_in_fp32() -> None:
+    """DeepSpeed 0.17 to 0.19.0: convert the parameters to bf16 or fp16, and not the buffers.
+
+    It converts the whole module. Rotary frequencies in bf16 have three digits, so that the angles
+    of late positions are wrong; dp, fsdp and later releases compute them in fp32.
+
+    Remove it when the oldest supported release has `_cast_module_mixed_precision`.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if hasattr(DeepSpeedEngine, "_cast_module_mixed_precision"):
+        return
+    configure = DeepSpeedEngine._configure_distributed_model
+
+    def configure_with_buffers(self, model):
+        kept = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        configure(self, model)
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer.to(module._buffers[name].device)
+
+    DeepSpeedEngine._configure_distributed_model = configure_with_buffers
+
+
 def wait_once_for_offloaded_gradients() -> None:
     """DeepSpeed 0.19.8: offload waits for the GPU once, and not twice for each gradient.
 

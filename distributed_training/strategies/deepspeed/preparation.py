@@ -83,6 +83,7 @@ def patch_deepspeed(strategy: DeepSpeed, device: str) -> None:
     """
     patches.skip_shared_memory_op()
     patches.import_muon_uncompiled()
+    patches.keep_buffers_in_fp32()
     if device == "cuda":
         patches.count_free_gpu_memory()
         patches.wait_once_for_offloaded_gradients()
