@@ -14,6 +14,7 @@ lora      LoRA adapters, attached by peft; merging: added to the weights for an 
 frozen    what identifies the frozen weights under adapters
 generate  text from a model that may be sharded over the ranks
 description  the folder of a trained model except its weights
+rotary_keys  rotary settings of config.json, also as transformers 4 reads them
 stopping  the tokens at which a trained model stops
 export    the trained model as a folder for `from_pretrained`; card: its model card
 trained_model  what an export needs of a run

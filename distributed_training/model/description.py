@@ -11,6 +11,7 @@ import transformers
 from distributed_training.errors import redact
 from distributed_training.files.atomic import write_text
 from distributed_training.model import weights
+from distributed_training.model.rotary_keys import add_older_keys
 from distributed_training.model.spec import ModelSpec
 from distributed_training.model.stopping import generation_after_training
 
@@ -42,6 +43,7 @@ def write_description(
     if dtype is not None:
         config.update(weights.as_dtype(dtype))
     config.save_pretrained(folder)
+    add_older_keys(folder, config)
     generation = generation_after_training(spec.tokenizer, spec.generation, kind)
     # save_pretrained of older versions rejects the generation configuration of some models.
     write_text(folder / "generation_config.json", generation.to_json_string())
