@@ -10,6 +10,7 @@ weights   read from a folder, drawn from the seed, saved for the other ranks
 prepare   a loaded model for training: its forward pass, its device
 loss      the next-token loss, computed in chunks of the logits by the output layer
 isolation attention within a document, where a sequence has several
+long_rope the rotary factors of LongRoPE, the same in every batch
 lora      LoRA adapters, attached by peft; merging: added to the weights for an export
 frozen    what identifies the frozen weights under adapters
 generate  text from a model that may be sharded over the ranks

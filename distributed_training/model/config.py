@@ -7,6 +7,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from distributed_training import console
 from distributed_training.errors import UserError, refused_as
+from distributed_training.files.json_types import JsonObject
 from distributed_training.known_models import CONFIGS
 from distributed_training.model.weights import NO_REMOTE_CODE
 from distributed_training.settings.model import ModelSettings
@@ -55,7 +56,7 @@ def gpt2_config(name: str, dropout: float, end_of_text: int) -> transformers.GPT
     return transformers.GPT2Config(**settings, architectures=["GPT2LMHeadModel"])
 
 
-def apply_flags(config: PretrainedConfig, model_settings: ModelSettings) -> dict[str, str]:
+def apply_flags(config: PretrainedConfig, model_settings: ModelSettings) -> JsonObject:
     """Change the configuration as the flags request; return its own values of what they replace."""
     config.use_cache = False
     own_settings = fuse_gelu(config) if model_settings.fused_gelu else {}
@@ -64,7 +65,7 @@ def apply_flags(config: PretrainedConfig, model_settings: ModelSettings) -> dict
     return own_settings
 
 
-def fuse_gelu(config: PretrainedConfig) -> dict[str, str]:
+def fuse_gelu(config: PretrainedConfig) -> JsonObject:
     """Replace GPT-2's activation by the same function in one kernel; return the original settings.
 
     transformers' gelu_new computes the tanh approximation of GELU (Hendrycks and Gimpel, arXiv

@@ -133,6 +133,10 @@ class ModelSpec:
         generation = read_generation_config(found["weights"], config)
         with refused_as(weights.NOT_BUILT.format(what)):
             length = choose_seq_length(data.seq_length, name, max_positions(config))
+            if "longrope" in str(getattr(config.get_text_config(), "rope_scaling", None)):
+                from distributed_training.model.long_rope import fix_factors  # few models have it
+
+                own_settings |= fix_factors(config.get_text_config(), length)
             lora = None
             if model_settings.lora_r is not None:
                 from distributed_training.model.lora import Lora  # only with the flag
