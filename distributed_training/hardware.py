@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 
 # Compute capability of the first GPUs of a generation.
 TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
+DEVICES, SYSTEM = Path("/dev"), Path("/sys")  # tests replace them
+# Variables that choose the GPUs of a process, by vendor.
+SELECTING = {
+    "NVIDIA": ("CUDA_VISIBLE_DEVICES",),
+    "AMD": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
 
 
 def shares_keys(device: str, precision: str, capability: tuple[int, int]) -> bool:

@@ -3,6 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
+from distributed_training.memory.live import all_tensors, count
+from distributed_training.memory.step_marks import StepMarks
+
 MARK = "memory after "  # names of the profiler's marks
 
 
@@ -12,6 +17,33 @@ class Allocation(NamedTuple):
     time: int
     address: int
     size: int
+
+
+class ProfilerMarks(StepMarks):
+    """On a CPU: PyTorch's profiler records each allocation, which slows down the step."""
+
+    def __init__(self) -> None:
+        self._profiler: torch.autograd.profiler.profile | None = None
+
+    def begin(self) -> None:
+        """See the base class."""
+        self.start = sum(count(all_tensors(), set()).values())
+        self._profiler = torch.autograd.profiler.profile(use_device=None, profile_memory=True)
+        self._profiler.__enter__()
+
+    def mark(self, phase: str) -> None:
+        """See the base class."""
+        with torch.profiler.record_function(f"{MARK}{phase}"):
+            pass
+
+    def end(self) -> list[tuple[str, int, int]]:
+        """See the base class."""
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        addresses: set[int] = set()
+        count(all_tensors(), addresses)
+        profiler.__exit__(None, None, None)
+        return marks_of_profile(profiler, self.start, addresses)
 
 
 def marks_of_profile(profiler, start: int, at_end: set[int]) -> list[tuple[str, int, int]]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from distributed_training.memory import system
-from distributed_training.memory.allocation_profile import MARK, marks_of_profile
-from distributed_training.memory.live import all_tensors, count, live_bytes, pinned_bytes
+from distributed_training.memory.live import live_bytes, pinned_bytes
+from distributed_training.memory.step_marks import StepMarks
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.units import GB
 
@@ -96,22 +96,6 @@ class MemoryByPhase:
         return {"allocated": allocated, "reserved": reserved, "peak": peak}
 
 
-class StepMarks:
-    """What is in memory at the end of each phase of one step: nothing is recorded."""
-
-    start = 0  # live bytes at the beginning of the step
-
-    def begin(self) -> None:
-        """Start recording."""
-
-    def mark(self, phase: str) -> None:
-        """Record the end of a phase."""
-
-    def end(self) -> list[tuple[str, int, int]]:
-        """Return (phase, live bytes at its end, peak bytes within it) of each mark."""
-        return []
-
-
 class AllocatorMarks(StepMarks):
     """On a GPU: from the statistics of PyTorch's allocator."""
 
@@ -133,33 +117,6 @@ class AllocatorMarks(StepMarks):
         return self._marks
 
 
-class ProfilerMarks(StepMarks):
-    """On a CPU: PyTorch's profiler records each allocation, which slows down the step."""
-
-    def __init__(self) -> None:
-        self._profiler: torch.autograd.profiler.profile | None = None
-
-    def begin(self) -> None:
-        """See the base class."""
-        self.start = sum(count(all_tensors(), set()).values())
-        self._profiler = torch.autograd.profiler.profile(use_device=None, profile_memory=True)
-        self._profiler.__enter__()
-
-    def mark(self, phase: str) -> None:
-        """See the base class."""
-        with torch.profiler.record_function(f"{MARK}{phase}"):
-            pass
-
-    def end(self) -> list[tuple[str, int, int]]:
-        """See the base class."""
-        assert self._profiler is not None
-        profiler, self._profiler = self._profiler, None
-        addresses: set[int] = set()
-        count(all_tensors(), addresses)
-        profiler.__exit__(None, None, None)
-        return marks_of_profile(profiler, self.start, addresses)
-
-
 @dataclass
 class StepMemory:
     """Memory during one optimizer step: live bytes at the end of each phase, and its peak.
@@ -179,8 +136,15 @@ class StepMemory:
     def __post_init__(self) -> None:
         on_gpu = self.peak.device.type == "cuda"
         self.slows_down = self.detailed and not on_gpu
-        on_cpu = ProfilerMarks() if self.detailed else StepMarks()
-        self._marks = AllocatorMarks(self.peak) if on_gpu else on_cpu
+        self._marks: StepMarks
+        if on_gpu:
+            self._marks = AllocatorMarks(self.peak)
+        elif self.detailed:
+            from distributed_training.memory.allocation_profile import ProfilerMarks  # only then
+
+            self._marks = ProfilerMarks()
+        else:
+            self._marks = StepMarks()
         self._gathered = self._written_before = 0
 
     def begin(self) -> None:

@@ -1,7 +1,7 @@
 """Processes and machines: launchers, the process group, and failures of ranks.
 
 launch         the launcher and the rank of this process; an error before the ranks can communicate
-gpus           whether this machine has GPUs, whether torch can use them, and if not, why
+gpus           whether this machine has GPUs that torch can use; unusable_gpu: if not, why
 tuning         settings that libraries read when they are imported; the GPU and the precision
 process_group  waiting until all ranks have started, and the backend
 compiler       torch.compile: what it needs of the machine, and its settings

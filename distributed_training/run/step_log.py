@@ -18,7 +18,6 @@ from distributed_training.data.opening import NOTHING_TO_EVALUATE
 from distributed_training.errors import explain, redact_value
 from distributed_training.files.json_types import JsonObject
 from distributed_training.ranks.context import DistContext
-from distributed_training.records.loss_figure import draw_losses
 from distributed_training.records.metrics_file import MetricsFile
 from distributed_training.run.step_meter import StepMeter
 from distributed_training.strategies import gradients
@@ -264,9 +263,12 @@ class StepLog:
                 write()
 
     def _draw_losses(self) -> None:
-        if self.ctx.is_main:
-            with errors_as_notices():
-                draw_losses(self.file.path)
+        if not self.ctx.is_main:
+            return
+        from distributed_training.records.loss_figure import draw_losses  # after an evaluation
+
+        with errors_as_notices():
+            draw_losses(self.file.path)
 
 
 def copied_to_host(records: list[Numbers]) -> list[dict]:

@@ -223,10 +223,10 @@ def plant(kind: str, values: list[str]) -> None:
         ones = torch.ones  # of a first kernel on the GPU
         torch.ones = lambda *args, device=None, **options: ones(*args, **options)
     elif kind == "unusable_gpu":
-        from distributed_training.ranks import gpus
+        from distributed_training import hardware
 
-        gpus.DEVICES = Path(values[0])
-        (gpus.DEVICES / "nvidia0").touch()
+        hardware.DEVICES = Path(values[0])
+        (hardware.DEVICES / "nvidia0").touch()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.batches import StepBatch, copy_ahead
 from distributed_training.errors import MissingRequirement, UserError
 from distributed_training.model.prepare import configure_transformers
-from distributed_training.ranks import compiler, gpus, tuning
+from distributed_training.ranks import compiler, gpus, tuning, unusable_gpu
 from distributed_training.ranks.context import DistContext
 from distributed_training.ranks.launch import Launch
 from distributed_training.ranks.process_group import Arrival, RankDevice, compare_devices
@@ -162,8 +162,8 @@ def machine(monkeypatch, tmp_path):
     """machine(NAME, …) has the device files /dev/NAME, and torch cannot use any GPU."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gpus, "DEVICES", tmp_path / "dev")
-    monkeypatch.setattr(gpus, "SYSTEM", tmp_path / "sys")
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(hardware, "SYSTEM", tmp_path / "sys")
     monkeypatch.setattr(gpus, "WSL_DRIVER", tmp_path / "libcuda.so.1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     gpus._nvidia_smi_lists_gpus.cache_clear()
@@ -183,7 +183,7 @@ def machine(monkeypatch, tmp_path):
             card = tmp_path / f"sys/class/drm/card{number}/device"
             card.mkdir(parents=True)
             (card / "mem_info_vram_total").write_text(f"{size}\n")
-        monkeypatch.setattr(gpus, "_cuda_of_driver", lambda: driver)
+        monkeypatch.setattr(unusable_gpu, "_cuda_of_driver", lambda: driver)
 
     return build
 
@@ -230,9 +230,9 @@ def test_a_gpu_of_another_job_does_not_count(machine, monkeypatch):
     """Slurm's control group denies access whatever the mode; a mode that denies it is a fault."""
     machine("nvidia0")
     monkeypatch.setattr(gpus.os, "access", lambda *_: False)
-    (gpus.DEVICES / "nvidia0").chmod(0o666)
+    (hardware.DEVICES / "nvidia0").chmod(0o666)
     assert gpus.vendor_to_use() is None
-    (gpus.DEVICES / "nvidia0").chmod(0o660)
+    (hardware.DEVICES / "nvidia0").chmod(0o660)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(MissingRequirement, match=r"may not open .*nvidia0"):
         gpus.require_usable()

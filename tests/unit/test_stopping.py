@@ -8,7 +8,7 @@ from small_models import CONFIGS
 from tool_templates import MISTRAL, QWEN, QWEN_BLOCKS, with_template
 from transformers import GenerationConfig
 
-from distributed_training.data.chat import use_plain_template
+from distributed_training.data.chat_template import use_plain_template
 from distributed_training.model.description import write_description
 from distributed_training.model.spec import ModelSpec, WeightSource
 from distributed_training.model.stopping import end_ids, generation_after_training
