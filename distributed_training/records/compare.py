@@ -63,17 +63,16 @@ class Comparison:
     control: RecordedRun | None = None
 
     def __post_init__(self) -> None:
-        candidates = [run for run in self.runs if run.numbers or not self.of_strategies]
-        self.reference = candidates[0] if candidates else None
-        self.facts = self.reference.results if self.reference else {}
+        numbers = range(len(self.runs))
+        first = next((n for n in numbers if self.runs[n].numbers or not self.of_strategies), None)
+        reference = None if first is None else self.runs[first]
+        self.facts = reference.results if reference else {}
         self.simulated = bool(self.facts.get("simulated_world_size"))
         self.on_gpu = self.facts.get("device") == "cuda"
-        given = self.tolerance
-        for run in [*self.runs, self.control]:
-            if run and self.reference:
-                add_ratios(run.numbers, self.reference.numbers)
-                tolerance = self._tolerance_of(run, self.reference, given)
-                self._compare(run, self.reference, tolerance)
+        if reference:
+            self.runs = [self._compared(run, reference) for run in self.runs]
+            self.control = self._compared(self.control, reference) if self.control else None
+        self.reference = None if first is None else self.runs[first]
         if not (self.control and self.control.agreement.points):
             self.control = None
         self.compared = [
@@ -133,8 +132,10 @@ class Comparison:
         norm = given * rounding.grad_norm / rounding.loss
         return Tolerance(given, norm, rounding.steps if self.of_strategies else 1)
 
-    def _compare(self, run: RecordedRun, reference: RecordedRun, tolerance: Tolerance) -> None:
-        """Compare the losses and gradient norms of a run with the reference's, and find causes."""
+    def _compared(self, run: RecordedRun, reference: RecordedRun) -> RecordedRun:
+        """Return a run with its agreement with the reference: losses, gradient norms, causes."""
+        tolerance = self._tolerance_of(run, reference, self.tolerance)
+        numbers = {**run.numbers, **ratios_of(run.numbers, reference.numbers)}
         lasting = {kind: 1 if kind == "eval_loss" else tolerance.steps for kind in KINDS}
         points = [
             point
@@ -144,28 +145,32 @@ class Comparison:
         ]
         agreement = Agreement(tolerance, points)
         if (largest := agreement.largest("loss", "eval_loss")) is None:
-            run.agreement = Agreement(tolerance)
+            run = replace(run, numbers=numbers, agreement=Agreement(tolerance))
             if run.status == "completed" and self.of_strategies and not self.simulated:
-                run.status, run.reason = "failed", "metrics.jsonl has no step of the reference"
-            return
-        run.numbers["difference"] = largest.relative
+                reason = "metrics.jsonl has no step of the reference"
+                return replace(run, status="failed", reason=reason)
+            return run
+        numbers["difference"] = largest.relative
         if norm := agreement.largest("grad_norm"):
-            run.numbers["norm_difference"] = norm.relative
+            numbers["norm_difference"] = norm.relative
         differences, causes = compare_facts(reference, run), []
         if first := agreement.first:
             latest = first.last + lasting[first.of] - 1  # the first medians share their steps
             causes = causes_of(differences, first.of, latest)
-        run.agreement = Agreement(tolerance, points, differences, causes)
+        agreement = Agreement(tolerance, points, differences, causes)
+        return replace(run, numbers=numbers, agreement=agreement)
 
 
-def add_ratios(numbers: JsonObject, reference: JsonObject) -> None:
-    """Add the speed and the memory relative to the reference, where both were measured."""
+def ratios_of(numbers: JsonObject, reference: JsonObject) -> JsonObject:
+    """Return the speed and the memory relative to the reference, where both were measured."""
+    ratios = {}
     if "samples_per_second" in numbers and (speed := reference.get("samples_per_second")):
         low, high = numbers["samples_per_second_low"], numbers["samples_per_second_high"]
-        numbers["speed"] = numbers["samples_per_second"] / speed
-        numbers["speed_spread"] = (high - low) / 2 / speed
+        ratios["speed"] = numbers["samples_per_second"] / speed
+        ratios["speed_spread"] = (high - low) / 2 / speed
     if "memory_bytes" in numbers and reference.get("memory_bytes"):
-        numbers["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
+        ratios["saved"] = 1 - numbers["memory_bytes"] / reference["memory_bytes"]
+    return ratios
 
 
 def compare_runs(
@@ -191,12 +196,8 @@ def compare_runs(
         raise UserError("A comparison needs two or more runs: name another one.")
     if tolerance is not None:
         tolerance = arguments.number("tolerance", tolerance, 0, 1e9)
-    runs = [
-        replace(run, numbers={**run.numbers}) if isinstance(run, RecordedRun) else read_run(run)
-        for run in (reference, *others)
-    ]
-    for number, run in enumerate(runs):
-        run.name = chr(ord("A") + number)
+    read = [run if isinstance(run, RecordedRun) else read_run(run) for run in (reference, *others)]
+    runs = [replace(run, name=chr(ord("A") + number)) for number, run in enumerate(read)]
     return Comparison(" ".join(str(run.place) for run in runs), runs, tolerance)
 
 
@@ -226,14 +227,14 @@ def read_row(place: Path) -> RecordedRun:
     Args:
         place: <comparison>/<strategy>/<repeat>.
     """
-    run, folder = read_folder(place), place.parent.parent
-    run.name, run.repeats = place.parent.name, [run]
+    repeat, folder = read_folder(place), place.parent.parent
+    run = replace(repeat, name=place.parent.name, repeats=[repeat])
     planned = planned_of(folder)
     first = (read_strategy(folder / name) for name in STRATEGIES if name in planned)
     reference = next((r for r in first if r.numbers or r.status == "not run"), None)
     if reference and reference.numbers:
         runs = [run] if reference.place == run.place else [reference, run]
-        Comparison(folder.name, runs, None, of_strategies=True)
+        return Comparison(folder.name, runs, None, of_strategies=True).runs[-1]
     return run
 
 
@@ -251,13 +252,14 @@ def read_strategy(folder: Path) -> RecordedRun:
         run = completed[(len(completed) - 1) // 2]
     else:
         run = broken[0] if broken else RecordedRun(folder, [], status="not run")
-    run.name, run.repeats = folder.name, completed
+    run = replace(run, name=folder.name, repeats=completed)
     if broken:
-        run.status = broken[0].status
-        run.reason = f"{broken[0].reason} (in {broken[0].place}/log.txt)"
+        reason = f"{broken[0].reason} (in {broken[0].place}/log.txt)"
+        run = replace(run, status=broken[0].status, reason=reason)
     if len(completed) > 1 and "samples_per_second" in run.numbers:
         slowest, fastest = (completed[end].numbers["samples_per_second"] for end in (0, -1))
-        run.numbers |= {"samples_per_second_low": slowest, "samples_per_second_high": fastest}
+        spread = {"samples_per_second_low": slowest, "samples_per_second_high": fastest}
+        run = replace(run, numbers={**run.numbers, **spread})
     return run
 
 

@@ -47,7 +47,7 @@ class RecordedRun:
         repeats: of a strategy all repeats, this one included.
         name: in a comparison: "A", "B", ..., or the strategy.
         unreadable: numbers of the lines of metrics.jsonl that are damaged.
-        agreement: with the reference of a comparison, which sets it.
+        agreement: with the reference, of a run of a comparison.
     """
 
     place: Path
@@ -154,20 +154,23 @@ def read_folder(path: Path) -> RecordedRun:
     Raises:
         UserError: a value in results.json has another type.
     """
-    run = RecordedRun(path, [], _read_json(path / "results.json"))
-    if key := wrong_key(run.results):
+    results = _read_json(path / "results.json")
+    if key := wrong_key(results):
         raise UserError(f"{shown(path / 'results.json')} is damaged: the type of {key}.")
-    run.seconds = next((int(line) for line in _outcome(path)[1:] if line.isdigit()), None)
+    seconds = next((int(line) for line in _outcome(path)[1:] if line.isdigit()), None)
+    records, unreadable = [], []
     with contextlib.suppress(OSError):
-        run.records, run.unreadable = read_metrics(path / "metrics.jsonl")
-    run.status, run.reason = _status(path, run.results)
-    if run.status == "completed":
+        records, unreadable = read_metrics(path / "metrics.jsonl")
+    (status, reason), numbers = _status(path, results), {}
+    if status == "completed":
         try:
-            run.numbers = numbers_of(run.results)
+            numbers = numbers_of(results)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            run.status = "failed"  # or --eval_only
-            run.reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
-    return run
+            status = "failed"  # or --eval_only
+            reason = f"results.json lacks a number ({type(error).__name__}: {shown(error)})"
+    return RecordedRun(
+        path, records, results, seconds, status, reason, numbers, unreadable=unreadable
+    )
 
 
 def _status(folder: Path, results: dict) -> tuple[str, str]:
