@@ -6,7 +6,7 @@ locate    the parts of --model on this machine; download: a model of the hub
 config    config.json, generation_config.json, and what the flags change of them
 tokenizer read from its folder, or the embedded one; unreadable: why transformers cannot read it
 library_warnings  warnings of transformers and peft that a quiet run prints as well
-weights   read from a folder, drawn from the seed, saved for the other ranks
+weights   read from a folder, drawn from the seed, saved for the other ranks; quantized: refused
 prepare   a loaded model for training: its forward pass, its device
 loss      the next-token loss, computed in chunks of the logits by the output layer
 isolation attention within a document, where a sequence has several

@@ -12,7 +12,7 @@ from distributed_training.settings.output import OutputSettings
 
 
 def open_repository(output: OutputSettings, folder: Path, ctx: DistContext) -> str | None:
-    """Create the repository, so that a missing permission ends the run before the training.
+    """Create the repository, and check that it can be written to, before the training.
 
     Args:
         folder: the run's folder, whose name is the default of --hub_model_id.
@@ -21,7 +21,7 @@ def open_repository(output: OutputSettings, folder: Path, ctx: DistContext) -> s
     """
     if not ctx.is_main:
         return None
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
     of_folder = re.sub(r"[^A-Za-z0-9_]+", "-", folder.absolute().name).strip("-")
     name = output.hub_model_id or of_folder
@@ -31,6 +31,9 @@ def open_repository(output: OutputSettings, folder: Path, ctx: DistContext) -> s
         if "/" not in name:
             name = f"{api.whoami()['name']}/{name}"
         api.create_repo(name, private=output.hub_private_repo or None, exist_ok=True)
+        # create_repo accepts a repository that exists, also if the token may only read it. This
+        # announces a file without sending it, for which the hub checks the permission.
+        api.preupload_lfs_files(name, [CommitOperationAdd("README.md", b"model card")])
         # create_repo does not change a repository that exists.
         is_public = output.hub_private_repo and not api.model_info(name).private
     if is_public:

@@ -25,6 +25,8 @@ from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings
 from distributed_training.settings.model import ModelSettings
 from distributed_training.settings.settings import Settings
+from distributed_training.settings.training import TrainingSettings
+from distributed_training.strategies.strategy import Strategy
 
 
 class Prepared(TypedDict):
@@ -42,26 +44,31 @@ class Prepared(TypedDict):
 def find_folders(
     model_settings: ModelSettings,
     data: DataSettings,
+    training: TrainingSettings,
+    strategy: Strategy,
     offline: bool,
-    seed: int,
-    shared: bool,
     ctx: DistContext,
 ) -> Prepared:
     """Find the parts of --model; a node downloads weights, or draws shared ones, once.
 
     Args:
         offline: use no network.
-        seed: of random weights.
-        shared: the ranks share a file of random weights.
     """
-    name = model_settings.model
+    name, whole = model_settings.model, strategy.whole_parameters
+    # Ranks share a file of random weights; shards and weights under adapters are read from it.
+    shared = ctx.real_world_size > 1 or not whole or model_settings.lora_r is not None
     console.print0("📥 Loading model and tokenizer...")
     if not offline and names_on_hub(name, data.dataset)[0]:
         console.print0(f"⏳ Downloading {name}, unless it is in the cache")
 
     def prepare() -> Prepared:
         parts = locate(model_settings, data.cache_dir, True, offline)
-        prepared = _prepare_folders(parts, name, seed, shared)
+        found = weights.quantization(parts.config)
+        if parts.weights and found and not (training.eval_only and whole):
+            from distributed_training.model import quantized
+
+            raise quantized.refusal(f"--model {name}", found)
+        prepared = _prepare_folders(parts, name, training.seed, shared)
         if model_settings.lora_r is not None:
             from distributed_training.model.frozen import identity_of  # only with the flag
 

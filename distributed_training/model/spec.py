@@ -116,12 +116,12 @@ class ModelSpec:
                 less than --seq_length positions, or cannot isolate documents.
         """
         model_settings, data = settings.model, settings.data
-        name, seed, offline = model_settings.model, settings.training.seed, settings.hub.offline
+        name, seed = model_settings.model, settings.training.seed
         adapters, strategy = model_settings.lora_r is not None, settings.strategy
         resolve.be_quiet(settings.debug.verbose)
-        # Ranks share a file of random weights; shards and weights under adapters are read from it.
-        shared = ctx.real_world_size > 1 or not strategy.whole_parameters or adapters
-        found = resolve.find_folders(model_settings, data, offline, seed, shared, ctx)
+        found = resolve.find_folders(
+            model_settings, data, settings.training, strategy, settings.hub.offline, ctx
+        )
         what = f"--model {name}"
         config = read_config(found["weights"], what)
         tokenizer = read_tokenizer(found["tokenizer"], what, data.chat_template)

@@ -58,6 +58,12 @@ def weights_dtype(strategy: Strategy, adapters: bool, ctx: DistContext) -> torch
     return ctx.dtype if adapters and strategy.mixes_dtypes() else torch.float32
 
 
+def quantization(config: PretrainedConfig) -> object:
+    """Return how the weights in the files are quantized, by config.json; None if they are not."""
+    parts = (config, config.get_text_config())
+    return next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None)
+
+
 def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:
     """Check the weight files of a folder before they are read, once for all ranks of a node.
 
@@ -75,6 +81,10 @@ def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:
         )
     named = getattr(config, "transformers_weights", None)
     tensors = weight_files.tensors_in(weight_files.weight_files(Path(folder), named))
+    if not quantization(config) and (name := weight_files.quantized_weight(tensors)):
+        from distributed_training.model import quantized
+
+        raise quantized.refusal(what, f"{name} has the type {tensors[name].dtype}")
     if not any(getattr(part, TIE, False) for part in (config, config.get_text_config())):
         return False
     with torch.device("meta"), refused_as(NOT_BUILT.format(what)):

@@ -122,6 +122,7 @@ class Hub(ThreadingHTTPServer):
         url: for HF_ENDPOINT.
         pushed: what clients committed: repository -> {path: content}.
         private: the names of the private ones of these repositories.
+        read_only: the names of those that the token may only read.
     """
 
     daemon_threads = True
@@ -132,6 +133,7 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.pushed: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
+        self.read_only: set[str] = set()
         self.repositories = {
             folder.relative_to(root).as_posix(): Repository(folder) for folder in root.glob("*/*/*")
         }
@@ -217,6 +219,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.do_GET()
         body = self.read_body()
         if not self.knows_token():
+            return self.fail(403, "Forbidden")
+        if write[1] in server.read_only:
             return self.fail(403, "Forbidden")
         if path == "/api/repos/create":
             asked = json.loads(body)

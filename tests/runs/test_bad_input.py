@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import FAULT, descendants_of_test, path_without
 from one_rank import one_rank
+from safetensors.torch import load_file, save_file
 
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
@@ -89,6 +90,14 @@ def pickled(folder, contents):
     torch.save(contents, folder / "pytorch_model.bin")
 
 
+def quantized(folder, dtype, suffix="weight"):
+    """Give a layer's weight the type and the name that a quantization gives it."""
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj."
+    weights[name + suffix] = weights.pop(name + "weight").to(dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2}
 # The files of a model that a user has damaged: what is done, and the file that the message names.
 DAMAGED = {
@@ -120,6 +129,22 @@ DAMAGED = {
     ),
     "its template": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "template.jinja"),
     "adapters": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json"),
+    "4 bits": (
+        lambda f: change_config(f, quantization_config={"load_in_4bit": True}),
+        "quantized .quantization_config in config.json.*load_in_4bit",
+    ),
+    "GPTQ": (
+        lambda f: change_config(f, quantization_config={"quant_method": "gptq", "bits": 4}),
+        "quantized .gptq.",
+    ),
+    "fp8, which config.json does not say": (
+        lambda f: quantized(f, torch.float8_e4m3fn),
+        "quantized .*up_proj.weight has the type F8_E4M3",
+    ),
+    "packed, which config.json does not say": (
+        lambda f: quantized(f, torch.int32, "qweight"),
+        "quantized .*up_proj.qweight has the type I32",
+    ),
 }
 
 
@@ -130,6 +155,18 @@ def test_the_damaged_file_of_a_model_is_named(llama, tmp_path, damage, names):
     with one_rank() as ctx, pytest.raises(UserError, match=names) as refused:
         ModelSpec.find(parse_arguments(["--model", str(folder)]), ctx).load(ctx)
     assert refused.value.exit_code == 2
+
+
+def test_quantized_weights_may_be_evaluated_whole_and_replaced(llama, tmp_path):
+    folder = shutil.copytree(llama, tmp_path / "model")
+    change_config(folder, quantization_config={"quant_method": "fp8"})
+    model = ["--model", str(folder), "--dataset", "pydocs"]
+    with one_rank() as ctx:
+        assert ModelSpec.find(parse_arguments([*model, "--eval_only"]), ctx)
+        with pytest.raises(UserError, match="sharded"):
+            ModelSpec.find(parse_arguments([*model, "--eval_only", "--strategy", "fsdp"]), ctx)
+        spec = ModelSpec.find(parse_arguments([*model, "--from_scratch"]), ctx)
+    assert not hasattr(spec.config, "quantization_config")
 
 
 def test_weights_that_only_one_rank_reads_end_all_ranks(refused, llama, tmp_path):

@@ -29,6 +29,14 @@ def opened(name: str, private: bool, folder) -> str | None:
     return push.open_repository(output, folder, SimpleNamespace(is_main=True))
 
 
+def test_a_repository_that_may_only_be_read_is_refused_before_the_training(empty_hub, tmp_path):
+    assert opened("mine", False, tmp_path) == "somebody/mine"
+    empty_hub.read_only.add("somebody/mine")
+    with pytest.raises(UserError, match=r"--push_to_hub failed.*may write to mine"):
+        opened("mine", False, tmp_path)
+    assert not empty_hub.pushed["somebody/mine"]
+
+
 def test_a_private_push_never_goes_to_a_public_repository(empty_hub, tmp_path):
     assert opened("mine", True, tmp_path) == opened("mine", False, tmp_path) == "somebody/mine"
     assert empty_hub.private == {"somebody/mine"}
