@@ -538,11 +538,13 @@ def build_ddp(
             gradient_as_bucket_view=True,
             # Buffers (masks, rotary frequencies) are equal on all ranks and never change.
             broadcast_buffers=False,
+            # Text gives no gradient to a vision part, for which DDP would wait.
+            find_unused_parameters=bool(spec.unused),
         )
         if hook := strategy.communication_hook(ctx.simulated):  # all-reduces in --reduce_dtype
             model.register_comm_hook(None, hook)
     training = settings.training
-    optimizer = create_optimizer(parameter_groups(model, training), model, training)
+    optimizer = create_optimizer(parameter_groups(model, training, spec.unused), model, training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 
@@ -584,7 +586,7 @@ def build_fsdp(
     log.model_loaded(spec)
     # The optimizer states are sharded because the parameters are.
     training = settings.training
-    optimizer = create_optimizer(parameter_groups(model, training), model, training)
+    optimizer = create_optimizer(parameter_groups(model, training, spec.unused), model, training)
     device = next(model.parameters()).device  # of the gradients: they may be offloaded
     scaler = gradients.loss_scaler(device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
@@ -627,7 +629,7 @@ def build_deepspeed(
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=strategy.config,
-            model_parameters=parameter_groups(model, training),
+            model_parameters=parameter_groups(model, training, spec.unused),
             optimizer=partial(create_optimizer, model=model, training=training)
             if own_optimizer
             else None,
@@ -685,14 +687,20 @@ ENGINES = {
 
 
 # -------------------------------------------------------------------- the same for all strategies
-def parameter_groups(model: nn.Module, training: TrainingSettings) -> list[dict]:
-    """Return two groups: weight decay for matrices and embeddings, none for biases and norms."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+def parameter_groups(
+    model: nn.Module, training: TrainingSettings, unused: frozenset[str] = frozenset()
+) -> list[dict]:
+    """Return two groups: weight decay for matrices and embeddings, none for biases and norms.
+
+    Nor for `unused` parameters: they have no gradient, and only DeepSpeed would decay them.
+    """
+    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
     # A parameter that ZeRO-3 has partitioned has the shape [0]; its full shape is in ds_shape.
     is_matrix = {p: len(getattr(p, "ds_shape", p.shape)) >= 2 for p in trained}
+    decays = {p: is_matrix[p] and name not in unused for p, name in trained.items()}
     groups = [
-        {"params": [p for p in trained if is_matrix[p]], "weight_decay": training.weight_decay},
-        {"params": [p for p in trained if not is_matrix[p]], "weight_decay": 0.0},
+        {"params": [p for p in trained if decays[p]], "weight_decay": training.weight_decay},
+        {"params": [p for p in trained if not decays[p]], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]  # plain LoRA has no vectors
 

@@ -6,6 +6,7 @@ A patch names the version in which the behavior was seen, why it is changed, and
 tests/unit/test_patches.py looks up the names that are replaced in the installed libraries.
 """
 
+import contextlib
 import functools
 import importlib
 import shlex
@@ -60,6 +61,18 @@ def repeat_keys_and_values() -> None:
 
     # Versions before 4.54 always repeat, and have no such function.
     sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+
+
+def without_initialization() -> contextlib.AbstractContextManager[None]:
+    """torch 2.13.0: build models without initial weights, because fake tensors have no values.
+
+    Remove it when `torch.nn.init.trunc_normal_`, for a vision part, no longer reads some.
+    """
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # versions before 5
+        from transformers.modeling_utils import no_init_weights
+    return no_init_weights()
 
 
 def override_collectives(kernels: dict[str, Callable]):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -158,14 +157,6 @@ def load_tensors(path: Path, objects: str, damaged: str = "", trusted: bool = Fa
         if "weights_only" in str(error):
             reason, advice = f"it contains Python objects, {objects}", ""
         raise UserError(f"{path} cannot be read: {reason}{advice}.") from error
-
-
-def quantized_weight(tensors: dict[str, SavedTensor]) -> str | None:
-    """Return the name of a weight whose elements are integers, or floats of 8 bits; None: none."""
-    for name, tensor in tensors.items():
-        if name.endswith("weight") and not re.search(r"(F|float)(16|32|64)$", tensor.dtype):
-            return name
-    return None
 
 
 def same_elements(first: SavedTensor, second: SavedTensor) -> bool:

@@ -9,6 +9,7 @@ library_warnings  warnings of transformers and peft that a quiet run prints as w
 weights   read from a folder, drawn from the seed, saved for the other ranks; quantized: refused
 prepare   a loaded model for training: its forward pass, its device
 loss      the next-token loss, computed in chunks of the logits by the output layer
+unused    weights that text does not use, such as those of a vision part
 isolation attention within a document, where a sequence has several
 long_rope the rotary factors of LongRoPE, the same in every batch
 lora      LoRA adapters, attached by peft; merging: added to the weights for an export

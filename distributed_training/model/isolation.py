@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from distributed_training import patches
 from distributed_training.errors import UserError
 from distributed_training.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 
@@ -57,7 +58,7 @@ def masks_documents(config: PretrainedConfig) -> bool:
     layer must get a mask, and otherwise none, which means causal attention.
     """
     # Fake tensors have no memory. The grouped matrix multiplication of experts accepts bf16 only.
-    with torch.no_grad(), FakeTensorMode():
+    with torch.no_grad(), FakeTensorMode(), patches.without_initialization():
         model = from_config(config, torch.bfloat16).eval()  # dropout fails on fake CPU tensors
         try:
             with_two, with_one = _layers_masked(model, two=True), _layers_masked(model, two=False)

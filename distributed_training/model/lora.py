@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,12 +50,15 @@ class Lora:
     seed: int  # for the initialization of A
     rslora: bool = False  # the scale is alpha / √r
     dora: bool = False  # the magnitudes are trained too
+    unused: frozenset[str] = frozenset()  # parameters whose layers get no adapter, see ModelSpec
     settled: LoraConfig | None = (
         None  # peft's configuration, written to adapter_config.json; set by `attach`
     )
 
     @classmethod
-    def of(cls, model_settings: ModelSettings, seed: int) -> Lora | None:
+    def of(
+        cls, model_settings: ModelSettings, seed: int, unused: frozenset[str] = frozenset()
+    ) -> Lora | None:
         """Return the configuration that the flags request; None without --lora_r."""
         chosen, names, base = model_settings, model_settings.lora_targets, model_settings.model
         if chosen.lora_r is None or chosen.lora_alpha is None:
@@ -71,6 +75,7 @@ class Lora:
             seed,
             chosen.lora_rslora,
             chosen.lora_dora,
+            unused,
         )
 
     @property
@@ -98,6 +103,7 @@ class Lora:
             use_rslora=self.rslora,
             use_dora=self.dora,
             target_modules=self.targets or usual.get(model.config.model_type, ALL_LINEAR),
+            exclude_modules=self._excluded(model),
             bias="none",
             task_type="CAUSAL_LM",
             base_model_name_or_path=redact(self.base),
@@ -126,6 +132,15 @@ class Lora:
         """Write adapter_config.json; the adapters must have been attached to a model before."""
         assert self.settled is not None  # ModelSpec attaches them when it is created
         self.settled.save_pretrained(folder)
+
+    def _excluded(self, model: nn.Module) -> str | None:
+        """Return a regular expression for the layers that text does not use; None without any."""
+        if not self.unused:
+            return None
+        from distributed_training.model.unused import outermost_modules
+
+        used = [name for name, _ in model.named_parameters() if name not in self.unused]
+        return rf"({'|'.join(map(re.escape, outermost_modules(self.unused, used)))})(\..*)?"
 
     def _check_targets(self, model: nn.Module) -> None:
         """Check that each name selects a layer: peft ignores some of several wrong names."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
+from distributed_training import patches
 from distributed_training.loss_chunks import IGNORED, fits_in_graph, number_of_chunks
 from distributed_training.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 from distributed_training.strategies.wrapped import unwrapped
@@ -123,7 +124,7 @@ def returns_plain_logits(config: PretrainedConfig) -> bool:
     # fp32, because some models convert their logits to it. With fake tensors, which have no memory,
     # the grouped matrix multiplication of experts accepts bf16 only.
     has_experts = any("expert" in name for name in config.get_text_config().to_dict())
-    with torch.no_grad(), FakeTensorMode():
+    with torch.no_grad(), FakeTensorMode(), patches.without_initialization():
         dtype = torch.bfloat16 if has_experts else torch.float32
         model = from_config(config, dtype).eval()  # dropout fails on fake CPU tensors
         head, decoder = model.get_output_embeddings(), decoder_of(model)

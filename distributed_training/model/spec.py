@@ -96,6 +96,7 @@ class ModelSpec:
     weights: WeightSource
     seq_length: int  # tokens of a sequence: --seq_length, or its default for this model
     lora: Lora | None = None  # the configuration of its adapters
+    unused: frozenset[str] = frozenset()  # names of parameters that text does not use
     # Original values of settings that the run has replaced; an exported model gets them back.
     own_settings: dict = field(default_factory=dict)
 
@@ -137,11 +138,15 @@ class ModelSpec:
                 from distributed_training.model.long_rope import fix_factors  # few models have it
 
                 own_settings |= fix_factors(config.get_text_config(), length)
-            lora = None
+            lora, unused = None, frozenset[str]()
+            if config.sub_configs:  # it has a vision part, for example
+                from distributed_training.model.unused import unused_by_text
+
+                unused = unused_by_text(config)
             if model_settings.lora_r is not None:
                 from distributed_training.model.lora import Lora  # only with the flag
 
-                lora = Lora.of(model_settings, seed)
+                lora, unused = Lora.of(model_settings, seed, unused), frozenset()  # frozen as well
             source = WeightSource(
                 found["weights"],
                 seed,
@@ -151,7 +156,7 @@ class ModelSpec:
                 model_settings.load_in_4bit,
                 found["frozen"],
             )
-            spec = cls(config, tokenizer, generation, source, length, lora, own_settings)
+            spec = cls(config, tokenizer, generation, source, length, lora, unused, own_settings)
         if data.isolates_documents:
             from distributed_training.model.isolation import check_isolation  # only with the flag
 

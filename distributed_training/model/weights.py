@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import tempfile
 from pathlib import Path
 
@@ -43,6 +44,7 @@ LOADING_ERRORS = (
 )
 TIE = "tie_word_embeddings"  # the key of a configuration
 NOT_BUILT = "{}: no model can be built from the values in its config.json"
+FLOATS = re.compile(r"(F|float)(16|32|64)$")  # types of weights that are not quantized
 # Without this, transformers asks on the terminal whether to run remote code.
 NO_REMOTE_CODE = {"trust_remote_code": False}
 
@@ -60,8 +62,8 @@ def weights_dtype(strategy: Strategy, adapters: bool, ctx: DistContext) -> torch
 
 def quantization(config: PretrainedConfig) -> object:
     """Return how the weights in the files are quantized, by config.json; None if they are not."""
-    parts = (config, config.get_text_config())
-    return next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None)
+    name, text = "quantization_config", config.get_text_config()
+    return getattr(config, name, None) or getattr(text, name, None)
 
 
 def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:
@@ -81,10 +83,11 @@ def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:
         )
     named = getattr(config, "transformers_weights", None)
     tensors = weight_files.tensors_in(weight_files.weight_files(Path(folder), named))
-    if not quantization(config) and (name := weight_files.quantized_weight(tensors)):
+    packed = [n for n in tensors if n.endswith("weight") and not FLOATS.search(tensors[n].dtype)]
+    if packed and not quantization(config):
         from distributed_training.model import quantized
 
-        raise quantized.refusal(what, f"{name} has the type {tensors[name].dtype}")
+        raise quantized.refusal(what, f"{packed[0]} has the type {tensors[packed[0]].dtype}")
     if not any(getattr(part, TIE, False) for part in (config, config.get_text_config())):
         return False
     with torch.device("meta"), refused_as(NOT_BUILT.format(what)):

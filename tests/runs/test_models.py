@@ -10,6 +10,7 @@ import torch
 from conftest import FAULT, STRATEGIES, assert_close, load_exported, slow, soak
 from one_rank import one_rank
 from safetensors.torch import load_file, save_file
+from small_models import with_vision
 from tokenizer_zoo import with_gap
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
@@ -86,6 +87,23 @@ def test_blocks_are_found_in_sharded_models(small_gpt2):
     for layer in layers:  # as fully_shard does
         layer.__class__ = type("FSDPGPT2MLP", (type(layer),), {})
     assert transformer_blocks(model) == layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3", "fsdp"])
+def test_text_leaves_a_vision_part_as_it_is(script, tiny_tokenizer, text_file, tmp_path, strategy):
+    folder = shutil.copytree(tiny_tokenizer, tmp_path / "model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(with_vision()).save_pretrained(folder)
+    work = ["--model", folder, "--dataset", text_file, *WORK, "--lr", "1e-2", "--weight_decay", "1"]
+    run = script(*work, "--strategy", strategy, **TWO)
+    before, after = (
+        dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+        for path in (folder, run.folder / "hf")
+    )
+    kept = {name for name, weight in after.items() if torch.equal(weight, before[name])}
+    assert kept == {name for name in before if "vision_tower" in name or "multi_modal" in name}
+    assert "Text does not use" in run.out
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.5])

@@ -27,6 +27,7 @@ from distributed_training.strategies.table import STRATEGIES
 PATCHES = {
     "replace_packed_sequence_check": "transformers.masking_utils:find_packed_sequence_indices",
     "skip_padding_check": "transformers:PreTrainedModel.warn_if_padding_and_no_attention_mask",
+    "without_initialization": "torch.nn.init:trunc_normal_",
     "repeat_keys_and_values": "transformers.integrations.sdpa_attention:use_gqa_in_sdpa",
     "override_collectives": "torch:ops.c10d.allreduce_",
     "quote_library_path": "torch.utils.cpp_extension:TORCH_LIB_PATH",
