@@ -50,8 +50,7 @@ def locate(
         folder = folder_of_model()
         config = read_config(folder, what)
         if model_settings.from_scratch:  # random weights are not quantized
-            for part in (config, config.get_text_config()):
-                vars(part).pop("quantization_config", None)
+            vars(config).pop("quantization_config", None)
         return Located(config, folder, None if model_settings.from_scratch else folder, [])
     config = gpt2_config(name, 0.1, 50256)
     try:

@@ -63,7 +63,7 @@ def find_folders(
 
     def prepare() -> Prepared:
         parts = locate(model_settings, data.cache_dir, True, offline)
-        found = weights.quantization(parts.config)
+        found = getattr(parts.config, "quantization_config", None)
         if parts.weights and found and not (training.eval_only and whole):
             from distributed_training.model import quantized
 

@@ -60,12 +60,6 @@ def weights_dtype(strategy: Strategy, adapters: bool, ctx: DistContext) -> torch
     return ctx.dtype if adapters and strategy.mixes_dtypes() else torch.float32
 
 
-def quantization(config: PretrainedConfig) -> object:
-    """Return how the weights in the files are quantized, by config.json; None if they are not."""
-    name, text = "quantization_config", config.get_text_config()
-    return getattr(config, name, None) or getattr(text, name, None)
-
-
 def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:
     """Check the weight files of a folder before they are read, once for all ranks of a node.
 
@@ -84,7 +78,7 @@ def check_folder(folder: str, config: PretrainedConfig, what: str) -> bool:
     named = getattr(config, "transformers_weights", None)
     tensors = weight_files.tensors_in(weight_files.weight_files(Path(folder), named))
     packed = [n for n in tensors if n.endswith("weight") and not FLOATS.search(tensors[n].dtype)]
-    if packed and not quantization(config):
+    if packed and not getattr(config, "quantization_config", None):
         from distributed_training.model import quantized
 
         raise quantized.refusal(what, f"{packed[0]} has the type {tensors[packed[0]].dtype}")
