@@ -14,6 +14,7 @@ isolation attention within a document, where a sequence has several
 long_rope the rotary factors of LongRoPE, the same in every batch
 lora      LoRA adapters, attached by peft; merging: added to the weights for an export
 frozen    what identifies the frozen weights under adapters
+experts   mixtures of experts: a loss that is left out, fused weights without adapters
 generate  text from a model that may be sharded over the ranks
 description  the folder of a trained model except its weights
 rotary_keys  rotary settings of config.json, also as transformers 4 reads them

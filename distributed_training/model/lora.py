@@ -25,6 +25,7 @@ from torch import nn
 
 from distributed_training.errors import UserError, redact
 from distributed_training.files.json_types import JsonObject
+from distributed_training.model.experts import fused_experts, without_fused_experts
 from distributed_training.settings.model import ModelSettings
 from distributed_training.workload.workload import ALL_LINEAR, is_target, target_names
 
@@ -108,6 +109,10 @@ class Lora:
             task_type="CAUSAL_LM",
             base_model_name_or_path=redact(self.base),
         )
+        if self.settled is None and fused_experts(model):  # only for the first model
+            by_user = isinstance(self.targets, list)
+            self.targets = without_fused_experts(model, config, by_user)
+            config.target_modules = self.targets
         self.settled = copy.deepcopy(config)  # peft adds the name of each layer to `config`
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         with torch.device("meta" if next(model.parameters()).is_meta else "cpu"):

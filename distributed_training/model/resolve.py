@@ -110,6 +110,10 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
         shared: save random weights, too; otherwise `ModelSpec.load` draws them.
     """
     config, tokenizer, folder, notices = located
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        from distributed_training.model.experts import WITHOUT_BALANCING
+
+        notices.append(WITHOUT_BALANCING)
     what = f"--model {name}"
     rows = number_of_ids(read_tokenizer(tokenizer, what))
     added = max(0, rows - config.get_text_config().vocab_size)

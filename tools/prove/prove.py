@@ -96,7 +96,7 @@ def prove(settings: Settings) -> int:
             numbers = [f"{value:.1e}" if number else "–" for value in differences.values()]
             row = [way.name, f"{step.loss:.7f}", numbers[0], f"{norm:.6f}", *numbers[1:3]]
             rows.append([*row, worst if number else "", numbers[3]])
-            if problem := difference.describe_problem(way.name, differences, worst):
+            if problem := difference.describe_problem(way.name, differences, worst, step.adds):
                 problems.append(problem)
             if number:
                 remove(output)  # the disk holds two checkpoints at most

@@ -32,6 +32,7 @@ class Step(NamedTuple):
     loss: float  # in nats per token
     scale: float  # of the gradient before clipping, in units of Adam's first moment
     checkpoint: OwnCheckpoint  # the weights and moments after the step
+    adds: str = ""  # what its loss has in addition
 
 
 def step_of(folder: Path, training: TrainingSettings) -> Step:
@@ -40,7 +41,8 @@ def step_of(folder: Path, training: TrainingSettings) -> Step:
     # The factor of clip_grad_norm_ is max_norm / (norm + 1e-6). It is undone, because PyTorch's
     # norm, which Trainer uses, is summed in fp32 and therefore less precise than the gradient.
     clipping = max(1, (record["grad_norm"] + 1e-6) / training.max_grad_norm)
-    return Step(record["loss"], clipping / (1 - training.adam_beta1), OwnCheckpoint(folder))
+    scale = clipping / (1 - training.adam_beta1)
+    return Step(record["loss"], scale, OwnCheckpoint(folder), record.get("adds", ""))
 
 
 def compare_steps(reference: Step, step: Step, lr: float) -> tuple[dict[str, float], float, str]:
@@ -75,8 +77,11 @@ def _norm(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
-def describe_problem(name: str, differences: dict[str, float], parameter: str) -> str:
+def describe_problem(
+    name: str, differences: dict[str, float], parameter: str, adds: str = ""
+) -> str:
     """Return the line about a way that is not equal, or ""; NaN is not equal."""
     parts = [part for part, limit in TOLERANCES.items() if not differences[part] <= limit]
     at = f"largest in the gradient of {parameter}"
-    return f"❌ {name}: not equal in {', '.join(parts)}; {at}." if parts else ""
+    cause = f" Its loss adds {adds}, which this project leaves out." if adds else ""
+    return f"❌ {name}: not equal in {', '.join(parts)}; {at}.{cause}" if parts else ""

@@ -32,6 +32,7 @@ from distributed_training.checkpoints.format import step_folder
 from distributed_training.data.opening import open_tokenized
 from distributed_training.data.sequences import Padding, Sequences
 from distributed_training.loss_chunks import IGNORED
+from distributed_training.model.experts import BALANCING
 from distributed_training.model.spec import ModelSpec
 from distributed_training.ranks.launch import Launch
 from distributed_training.ranks.process_group import single_process
@@ -102,6 +103,8 @@ def make_step(
     source = SimpleNamespace(weights=weights, states=states, adam_step=1, step=1, settings={})
     write_checkpoint(source, checkpoint)
     record = {"step": 1, "loss": loss, "grad_norm": norm}
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        record["adds"] = BALANCING
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
 
 

@@ -23,3 +23,6 @@ def test_a_difference_above_the_tolerance_is_named(part, factor, is_equal):
     differences = dict.fromkeys(TOLERANCES, 0.0) | {part: factor * TOLERANCES[part]}
     line = describe_problem("a way", differences, "wte.weight")
     assert not line if is_equal else (f"in {part};" in line and "wte.weight" in line)
+    assert "adds the balancing" not in line
+    named = describe_problem("a way", differences, "wte.weight", "the balancing loss")
+    assert is_equal or "Its loss adds the balancing loss" in named
