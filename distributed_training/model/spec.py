@@ -26,6 +26,7 @@ from distributed_training.model.loss import add_loss, returns_plain_logits
 from distributed_training.model.tokenizer import read_tokenizer
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import choose_seq_length
+from distributed_training.settings.model import ModelSettings
 from distributed_training.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,6 +45,14 @@ class WeightSource:
     dtype: torch.dtype = torch.float32  # of the loaded weights; adapters are in fp32
     in_4bit: bool = False  # weights of linear layers are loaded in 4 bits, on the rank's device
     frozen: JsonObject = field(default_factory=dict)  # under adapters: see `frozen.identity_of`
+
+    @classmethod
+    def of(
+        cls, found: resolve.Prepared, model: ModelSettings, seed: int, dtype: torch.dtype
+    ) -> WeightSource:
+        """Return the source of the folders that were found for --model."""
+        random, rows, frozen = found["random"], found["new_rows"], found["frozen"]
+        return cls(found["weights"], seed, random, rows, dtype, model.load_in_4bit, frozen)
 
     def remove_drawn(self) -> None:
         """Remove the folder if its weights were drawn for this run; call it once loaded."""
@@ -147,15 +156,8 @@ class ModelSpec:
                 from distributed_training.model.lora import Lora  # only with the flag
 
                 lora, unused = Lora.of(model_settings, seed, unused), frozenset()  # frozen as well
-            source = WeightSource(
-                found["weights"],
-                seed,
-                found["random"],
-                found["new_rows"],
-                weights.weights_dtype(strategy, adapters, ctx),
-                model_settings.load_in_4bit,
-                found["frozen"],
-            )
+            dtype = weights.weights_dtype(strategy, adapters, ctx)
+            source = WeightSource.of(found, model_settings, seed, dtype)
             spec = cls(config, tokenizer, generation, source, length, lora, unused, own_settings)
         if data.isolates_documents:
             from distributed_training.model.isolation import check_isolation  # only with the flag
