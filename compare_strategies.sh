@@ -300,7 +300,7 @@ done
 if [[ $control == 1 && $interrupted == 0 ]] && report --status "$runs/dp/1" > /dev/null; then
     higher=$(undisturbed in_project '
 from pathlib import Path
-from distributed_training.records.metrics_file import read_metrics
+from distributed_training.records.metrics_reader import read_metrics
 records, _ = read_metrics(Path(sys.argv[1]))
 print(1.1 * max(record["lr"] for record in records if "loss" in record))
 ' "$runs/dp/1/metrics.jsonl") || true

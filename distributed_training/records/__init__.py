@@ -1,7 +1,7 @@
 """What runs have written: it is read, and runs are compared.
 
-metrics_file   metrics.jsonl; loss_figure: its curve, loss.png
-results_types  the types of the keys of results.json; record_types: those of metrics.jsonl
+metrics_file   metrics.jsonl as a run writes it; metrics_reader: as it is read; loss_figure: drawn
+results_types  the types of the keys of results.json
 recorded_run   a run's results, steps and evaluations, and the numbers that a comparison shows
 causes         what differs between two runs, and what each setting can change
 agreement      how the losses and norms of two runs agree: points in common, and tolerances

@@ -10,7 +10,7 @@ from pathlib import Path
 from distributed_training import console
 from distributed_training.errors import first_line
 from distributed_training.files.atomic import TemporaryFolder, write_atomically
-from distributed_training.records.metrics_file import read_metrics, unreadable_lines
+from distributed_training.records.metrics_reader import read_metrics, unreadable_lines
 
 
 def use_writable_matplotlib_folder() -> None:

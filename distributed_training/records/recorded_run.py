@@ -18,8 +18,7 @@ from distributed_training.files import atomic
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import shown
 from distributed_training.records.agreement import TOLERANCES, Agreement, Curve, Tolerance
-from distributed_training.records.metrics_file import read_metrics
-from distributed_training.records.record_types import is_record
+from distributed_training.records.metrics_reader import is_record, read_metrics
 from distributed_training.records.results_types import PHASES, wrong_key
 from distributed_training.strategies.table import STRATEGIES
 

@@ -16,6 +16,7 @@ from distributed_training.data.batches import steps_of
 from distributed_training.data.facts import Targets, bits_per_byte
 from distributed_training.data.opening import NOTHING_TO_EVALUATE
 from distributed_training.errors import explain, redact_value
+from distributed_training.files.atomic import write_text
 from distributed_training.files.json_types import JsonObject
 from distributed_training.ranks.context import DistContext
 from distributed_training.records.metrics_file import MetricsFile
@@ -84,8 +85,13 @@ class StepLog:
 
     def cut(self) -> None:
         """Remove the records of an earlier run after the checkpoint from which this one starts."""
-        if self.ctx.is_main:
-            self.file.cut_at(self.state.step)
+        path = self.file.path
+        if self.ctx.is_main and not path.is_file():
+            write_text(path, "")
+        elif self.ctx.is_main:
+            from distributed_training.records.metrics_reader import cut_at  # not in a new run
+
+            cut_at(path, self.state.step)
 
     def start_epoch(self) -> None:
         """Start the progress bar of the epoch's remaining steps, and the clock."""

@@ -11,7 +11,8 @@ from distributed_training import console
 from distributed_training.errors import UserError, explain, first_line, redact_value
 from distributed_training.files.atomic import DISK_ERRORS, write_text
 from distributed_training.files.json_types import JsonObject
-from distributed_training.records.metrics_file import FILE, read_metrics
+from distributed_training.records.metrics_file import FILE
+from distributed_training.records.metrics_reader import read_metrics
 from distributed_training.run.prompts import GeneratedText
 from distributed_training.settings.output import OutputSettings
 from distributed_training.strategies.strategy import FlagValues

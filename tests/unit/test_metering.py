@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed_training import process
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
-from distributed_training.records.metrics_file import MetricsFile, read_metrics
+from distributed_training.records.metrics_file import MetricsFile
+from distributed_training.records.metrics_reader import cut_at, read_metrics
 from distributed_training.records.results_types import PHASES
 from distributed_training.run import step_meter
 from distributed_training.run.step_log import LogOptions, StepLog
@@ -230,7 +231,7 @@ def test_tensorboard_shows_a_repeated_evaluation_once(tmp_path):
 
     steps = [{"step": step, "loss": 1.0 + step, "lr": 0.5} for step in range(1, 5)]
     run(0, *steps[:2], {"step": 2, "eval_loss": 9.0}, steps[2])
-    MetricsFile(file).cut_at(2)
+    cut_at(file, 2)
     run(2, {"step": 2, "eval_loss": 9.0}, *steps[2:])
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for curve, expected in (("eval/loss", [2]), ("train/loss", [1, 2, 3, 4])):
@@ -256,7 +257,7 @@ def test_a_resume_repeats_an_evaluation_and_its_texts(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     kept = [{"step": 1, "eval_loss": 2.0}, {"step": 1, "generated": []}, {"step": 2, "loss": 2.0}]
     file.append(*kept, {"step": 2, "eval_loss": 2.0}, {"step": 2, "generated": []})
-    file.cut_at(2)
+    cut_at(file.path, 2)
     assert read_metrics(file.path) == (kept, [])
 
 

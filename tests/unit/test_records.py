@@ -7,7 +7,7 @@ from written_runs import steps
 
 from distributed_training.errors import UserError
 from distributed_training.records.causes import EFFECT_OF
-from distributed_training.records.metrics_file import MetricsFile
+from distributed_training.records.metrics_reader import cut_at
 from distributed_training.records.recorded_run import read_run
 from distributed_training.records.replayed import marked_text
 
@@ -34,7 +34,7 @@ def test_a_resume_names_the_lines_that_it_removes(ours, capsys):
     lines[1] = "\0" * 40
     file.write_text("\n".join(lines) + '\n{"step": 7, "lo')
     for notice in ("line 2 ", ""):
-        MetricsFile(file).cut_at(5)
+        cut_at(file, 5)
         assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3, 4, 5]
         out, err = capsys.readouterr()
         assert notice in out + err and bool(out + err) == bool(notice)

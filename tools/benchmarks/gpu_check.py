@@ -44,7 +44,8 @@ from typing import Any
 from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.programs import run_command_line
-from distributed_training.records.metrics_file import FILE, read_metrics
+from distributed_training.records.metrics_file import FILE
+from distributed_training.records.metrics_reader import read_metrics
 from distributed_training.units import GB, MB
 from distributed_training.workload.workload import Workload
 from tools.benchmarks import corpus

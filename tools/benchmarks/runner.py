@@ -23,7 +23,8 @@ from typing import TextIO
 import psutil
 
 from distributed_training import PROJECT
-from distributed_training.records.metrics_file import FILE, read_metrics
+from distributed_training.records.metrics_file import FILE
+from distributed_training.records.metrics_reader import read_metrics
 
 SCRIPT = PROJECT / "real_model_example.py"
 # --standalone: the ranks meet at a free port of this machine.

@@ -29,7 +29,8 @@ import psutil
 
 from distributed_training import PROJECT
 from distributed_training.rank_shares import divide
-from distributed_training.records.metrics_file import FILE, read_metrics
+from distributed_training.records.metrics_file import FILE
+from distributed_training.records.metrics_reader import read_metrics
 from distributed_training.text_tables import text_table
 
 SCRIPT = PROJECT / "real_model_example.py"

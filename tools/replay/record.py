@@ -12,7 +12,8 @@ from distributed_training.data.opening import Datasets
 from distributed_training.data.sequences import Sequences
 from distributed_training.errors import UserError, redact_value
 from distributed_training.files import atomic
-from distributed_training.records.metrics_file import FILE, read_metrics
+from distributed_training.records.metrics_file import FILE
+from distributed_training.records.metrics_reader import read_metrics
 from distributed_training.records.replayed import (
     LargestLoss,
     Replayed,

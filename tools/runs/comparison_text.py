@@ -9,7 +9,8 @@ from distributed_training.files.json_types import JsonObject
 from distributed_training.records.agreement import Point
 from distributed_training.records.causes import ROUNDING
 from distributed_training.records.compare import Comparison
-from distributed_training.records.metrics_file import FILE, unreadable_lines
+from distributed_training.records.metrics_file import FILE
+from distributed_training.records.metrics_reader import unreadable_lines
 from distributed_training.records.recorded_run import RecordedRun
 from distributed_training.text_tables import markdown_table, table_header, table_row, text_table
 from distributed_training.units import GB, MB, human_bytes

@@ -18,7 +18,8 @@ from distributed_training.files.json_types import JsonObject
 from distributed_training.records import replayed
 from distributed_training.records.compare import read_comparison
 from distributed_training.records.loss_figure import why_no_figure
-from distributed_training.records.metrics_file import FILE, unreadable_lines
+from distributed_training.records.metrics_file import FILE
+from distributed_training.records.metrics_reader import unreadable_lines
 from distributed_training.records.recorded_run import read_folder
 from distributed_training.strategies.deepspeed.options import lookup
 from distributed_training.units import MB, human_bytes, human_rate

@@ -1,0 +1,82 @@
+"""Read metrics.jsonl. Trainer's log_history has records of the same types."""
+
+import json
+from pathlib import Path
+
+from distributed_training import console
+from distributed_training.files.atomic import only_finite, write_text
+from distributed_training.files.json_types import (
+    either,
+    is_count,
+    is_number,
+    is_text,
+    list_of,
+    optional,
+    record,
+)
+from distributed_training.records.metrics_file import OF_EVALUATIONS
+
+# Keys of which a record has one: of a step, of a choice of --rank_shares auto, or of an evaluation.
+KINDS = {"loss", "rank_sequences", *OF_EVALUATIONS}
+MOST_LINES = 5  # that a message names
+# A number may be null, and of Trainer NaN or infinite.
+NUMBER = optional(either(is_number, lambda value: isinstance(value, float)))
+NUMBERS = """
+    loss lr learning_rate grad_norm tokens_per_second seconds epoch eval_loss perplexity
+    bits_per_byte
+    """.split()
+is_record = record(
+    {"step": is_count},
+    generated=list_of(record({"prompt": is_text, "text": is_text})),
+    rank_sequences=list_of(is_count),
+    **dict.fromkeys(NUMBERS, NUMBER),
+)
+
+
+def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
+    """Return the records of metrics.jsonl, and the numbers of the lines that cannot be read.
+
+    An incomplete last line, which a killed run may leave, is dropped and not listed.
+
+    Raises:
+        OSError: the file is missing, cannot be read, or is not a regular file.
+    """
+    lines = path.read_bytes().split(b"\n")
+    records, unreadable = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if is_record(value) and value.keys() & KINDS:
+            records.append(value)
+        elif number < len(lines):
+            unreadable.append(number)
+    return records, unreadable
+
+
+def unreadable_lines(path: Path, numbers: list[int]) -> str:
+    """Return the message about the lines of metrics.jsonl that cannot be read."""
+    if len(numbers) == 1:
+        return f"{path}: line {numbers[0]} cannot be read and is left out."
+    lines = ", ".join(map(str, numbers[:MOST_LINES]))
+    more = f" and {len(numbers) - MOST_LINES} more" if len(numbers) > MOST_LINES else ""
+    return f"{path}: lines {lines}{more} cannot be read and are left out."
+
+
+def cut_at(path: Path, step: int) -> None:
+    """Remove the records after a checkpoint, because these steps are trained again.
+
+    Lines that cannot be read are removed, too, with a notice.
+    """
+    records, unreadable = read_metrics(path)
+    if unreadable:
+        console.warn(unreadable_lines(path, unreadable))
+    # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
+    # run repeats the evaluation of the checkpoint's own step.
+    kept = [
+        r
+        for r in records
+        if r["step"] < step or (r["step"] == step and not r.keys() & OF_EVALUATIONS)
+    ]
+    write_text(path, "".join(json.dumps(only_finite(record)) + "\n" for record in kept))
