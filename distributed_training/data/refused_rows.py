@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from distributed_training.files.user_files import shown
 
-# Keys whose value false says that the answer of the row is a bad one; those whose value true does;
-# and numbers, which do if they are not positive.
+# Keys whose value false says that the answer of the row is a bad one, and those whose value true
+# does. A number may measure anything, so a score is no mark.
 GOOD: tuple[str, ...] = (
     "kto_tag",
     "desirable",
@@ -27,10 +27,9 @@ GOOD: tuple[str, ...] = (
 )
 GOOD += ("accepted", "is_accepted", "good", "is_good", "correct", "is_correct")
 BAD = ("rejected", "is_rejected", "undesirable", "is_undesirable", "bad", "is_bad")
-SCORES = ("score", "reward", "rating")
 LEFT_OUT = ("train", "weight")  # a row that is not to be trained, as messages have them
 LABEL = "label"
-MARKS = (LABEL, *GOOD, *BAD, *SCORES, *LEFT_OUT)
+MARKS = (LABEL, *GOOD, *BAD, *LEFT_OUT)
 # A key with an answer that is not to be imitated, and its counterpart.
 PAIRS = {
     "rejected": "chosen",
@@ -93,10 +92,8 @@ def check_is_good(row: Mapping[str, object], used: Collection[str], answers: Ite
 def _is_bad(key: str, value: object, answer: object) -> bool:
     if isinstance(value, bool):
         is_class = key == LABEL and isinstance(answer, str) and answer.strip().lower() == "false"
-        return value is (key in BAD) and key not in SCORES and not is_class
-    if isinstance(value, int | float):
-        return (key in SCORES and value <= 0) or (key == "weight" and value == 0)
-    return False
+        return value is (key in BAD) and not is_class
+    return key == "weight" and isinstance(value, int | float) and value == 0
 
 
 def check_is_no_pair(
