@@ -85,8 +85,14 @@ def _open(data: DataSettings, ctx: DistContext, options: RowOptions) -> Source:
         check = functools.partial(_check_unchanged, known)
         rows = functools.partial(rows_of_files, files, options, check)
         return Source(digest.hexdigest(), {"train": rows})
-    from distributed_training.data.row_hub import builder_of, loading, rows_of_table
+    from distributed_training.data.row_hub import (
+        builder_of,
+        check_stream_states,
+        loading,
+        rows_of_table,
+    )
 
+    check_stream_states()
     # All ranks read the same commit, even if the dataset changes on the hub meanwhile.
     config, commit = data.dataset_config, None
     if ctx.is_main:
@@ -94,8 +100,11 @@ def _open(data: DataSettings, ctx: DistContext, options: RowOptions) -> Source:
     commit = ctx.broadcast_from_rank0(commit)
     with loading(name):
         builder = builder_of(name, config, commit)
-        table = builder.as_streaming_dataset(split=data.train_split or "train")
+        open_table = functools.partial(
+            builder.as_streaming_dataset, split=data.train_split or "train"
+        )
+        open_table()  # before the first pass: the split may not exist
     digest.update(f"{name}\0{commit}".encode())
     digest.update(f"\0{data.train_split}".encode() if data.train_split else b"")
-    rows = functools.partial(rows_of_table, table, name, f"--dataset {name}", options)
+    rows = functools.partial(rows_of_table, open_table, name, f"--dataset {name}", options)
     return Source(digest.hexdigest(), {"train": rows})
