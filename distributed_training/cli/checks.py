@@ -17,7 +17,7 @@ from distributed_training.settings.output import OutputSettings
 from distributed_training.settings.settings import DEFAULTS, FACTS
 from distributed_training.strategies.strategy import Resolved, Strategy
 
-DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
+DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
 
 # ------------------------------------------------------------------------------ flags and flags
 

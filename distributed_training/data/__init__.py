@@ -2,6 +2,7 @@
 
 opening         from --dataset to the training and validation sequences of a run
 sources         where rows come from: Python's reference, files (row_files), or the hub (row_hub)
+folder_splits   which files of a folder are trained on, and which are evaluated on
 rows            the formats of rows
 refused_rows    answers that are not to be imitated, tools under another key, tables of pandas
 special_tokens  tokens that begin a text, and those that end an answer

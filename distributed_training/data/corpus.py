@@ -70,11 +70,7 @@ def split_sequences(
         train, facts["train"] = open_split(prepared, "train", data, padding)
     if "validation" in prepared["splits"] and data.validation_split is None:
         validation, facts["validation"] = open_split(prepared, "validation", data, padding)
-    if not validation.num_sequences and data.validation_file:
-        raise UserError(
-            f"--validation_file {data.validation_file} has less than one sequence of "
-            f"{padding.seq_length} tokens: use another --seq_length, or another file."
-        )
+    check_validation_file(validation, data)
     if not validation.num_sequences and "train" in facts:
         share, size = data.held_out_share, train.num_sequences
         count = max(1, size // 10 if share is None else int(size * share)) if share != 0 else 0
@@ -93,6 +89,15 @@ def split_sequences(
                 train, training.seed, training.batch_size
             )
     return train, validation, facts
+
+
+def check_validation_file(validation: Sequences, data: DataSettings) -> None:
+    """Check that --validation_file, if there is one, has at least one sequence."""
+    if not validation.num_sequences and data.validation_file:
+        raise UserError(
+            f"--validation_file {data.validation_file} has less than one sequence of "
+            f"{validation.padding.seq_length} tokens: use another --seq_length, or another file."
+        )
 
 
 def padding_share(train: Sequences, seed: int, batch_size: int) -> float:

@@ -1,4 +1,4 @@
-"""The rows of files: text, JSON lines, JSON, CSV and Parquet."""
+"""The rows of files: text, JSON lines, JSON, CSV, Parquet and Arrow."""
 
 import contextlib
 import csv
@@ -24,6 +24,7 @@ from distributed_training.data.rows import (
     RawRows,
     Row,
     RowOptions,
+    Rows,
     Source,
     columns_to_read,
     format_of,
@@ -33,7 +34,6 @@ from distributed_training.data.rows import (
 )
 from distributed_training.errors import UserError, first_line
 from distributed_training.files.atomic import sha256_of
-from distributed_training.files.folders import files_of
 from distributed_training.files.user_files import shown
 
 Item = TypeVar("Item")
@@ -46,26 +46,26 @@ BYTE_ORDER_MARKS = {
 READ_CHARACTERS = 1 << 16  # a text file is read in pieces of this length
 
 
-def open_files(name: str, include: str | None, options: RowOptions) -> Source:
-    """Open a file, or the files of a folder, and compute the digest of their content.
-
-    Args:
-        include: patterns of the files of a folder to read; None: all.
-    """
-    files, digest = files_of(Path(name), name, include), hashlib.sha256(repr(options).encode())
+def open_files(splits: dict[str, list[Path]], options: RowOptions) -> Source:
+    """Open the files of splits, and compute the digest of their content."""
+    digest = hashlib.sha256(repr(options).encode())
     times = {}
-    for file in files:
-        with reading(file):
-            times[file] = file.stat().st_mtime_ns
-            digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
+    for number, files in enumerate(splits.values()):
+        digest.update(b"\0" * number)  # between splits
+        for file in files:
+            with reading(file):
+                times[file] = file.stat().st_mtime_ns
+                digest.update(type_of(file).encode() + bytes.fromhex(sha256_of(file)))
 
     def check(file: Path) -> None:  # the tokens are stored under the digest of what it was
         with reading(file):
             if file.stat().st_mtime_ns != times[file]:
                 raise UserError(f"{file} has changed since the run started: start again.")
 
-    rows = partial(rows_of_files, files, options, check)
-    return Source(digest.hexdigest(), {"train": rows})
+    rows: dict[str, Rows] = {
+        split: partial(rows_of_files, files, options, check) for split, files in splits.items()
+    }
+    return Source(digest.hexdigest(), rows)
 
 
 def rows_of_files(
@@ -282,10 +282,21 @@ def _read_parquet(file: Path, options: RowOptions) -> RawRows:
             yield row_of_table(row), f"{file}, row {next(numbers)}"
 
 
+def _read_arrow(file: Path, options: RowOptions) -> RawRows:
+    """Yield the rows of a file that `Dataset.save_to_disk` has written."""
+    import datasets
+
+    table = datasets.Dataset.from_file(str(file))
+    columns = columns_of_table(table.column_names, options, str(file))
+    for number, row in enumerate(table.select_columns(columns), 1):
+        yield row_of_table(row), f"{file}, row {number}"
+
+
 READERS = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }

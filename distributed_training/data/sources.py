@@ -26,20 +26,22 @@ def open_source(name: str, data: DataSettings, options: RowOptions, eval_only: b
         if name == "pydocs":
             corpus = _open_pydocs()
         elif is_local_dataset(name):
+            from distributed_training.data.folder_splits import training_files
             from distributed_training.data.row_files import open_files
 
-            corpus = open_files(name, data.include, options)
+            corpus = open_files(training_files(name, data), options)
         else:
             from distributed_training.data.row_hub import open_hub
 
             corpus = open_hub(name, data, options, needs_train=not eval_only)
     if data.validation_file is None:
         return corpus
+    from distributed_training.data.folder_splits import validation_files
     from distributed_training.data.row_files import open_files
 
-    held_out = open_files(data.validation_file, data.include, options)
+    held_out = open_files({"validation": validation_files(data.validation_file, data)}, options)
     digest = hashlib.sha256(f"{corpus.fingerprint}\0{held_out.fingerprint}".encode())
-    return Source(digest.hexdigest(), {**corpus.splits, "validation": held_out.splits["train"]})
+    return Source(digest.hexdigest(), {**corpus.splits, **held_out.splits})
 
 
 def _open_pydocs() -> Source:

@@ -12,7 +12,6 @@ from distributed_training.cli.checks import is_local_dataset
 from distributed_training.data.row_files import reading, rows_of_files
 from distributed_training.data.rows import RowOptions, Source
 from distributed_training.errors import TrainingError
-from distributed_training.files.folders import files_of
 from distributed_training.ranks.context import DistContext, require_equal_on_all_ranks
 from distributed_training.settings.data import DataSettings
 
@@ -75,7 +74,9 @@ def _open(data: DataSettings, ctx: DistContext, options: RowOptions) -> Source:
     if data.prompt_column or data.completion_column:  # else checkpoints of earlier runs stay valid
         digest.update(repr(options.columns).encode())
     if is_local_dataset(name):
-        files = files_of(Path(name), name, data.include)
+        from distributed_training.data.folder_splits import training_files
+
+        files = training_files(name, data)["train"]
         known = {}
         for file in files:
             with reading(file):

@@ -16,7 +16,6 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from distributed_training import console
 from distributed_training.data import printing
 from distributed_training.data.batches import StepBatch, copy_ahead
-from distributed_training.data.corpus import open_split
+from distributed_training.data.corpus import check_validation_file, open_split
 from distributed_training.data.facts import DatasetFacts
 from distributed_training.data.rows import PlacedRows
 from distributed_training.data.sequences import Padding, Part, Sequences
@@ -192,9 +191,9 @@ def open_stream(
     facts |= {"streaming": True, "tokens": None, "blocks": None}
     validation = Sequences.none(padding)
     if file := data.validation_file:
-        alone = replace(data, validation_file=None)
-        prepared = tokenize_corpus(alone, ctx, tokenizer, file, eval_only=False)
-        validation, held_out = open_split(prepared, "train", data, padding)
+        prepared = tokenize_corpus(data, ctx, tokenizer, file, eval_only=True)
+        validation, held_out = open_split(prepared, "validation", data, padding)
+        check_validation_file(validation, data)
         if data.packing:
             validation = validation.pack()
             held_out["blocks"] = validation.num_sequences

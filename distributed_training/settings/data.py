@@ -37,9 +37,9 @@ class DataSettings:
         COMPUTED,
         flag_types.place,
         (
-            "pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .tsv "
-            ".parquet; each but .parquet also as .gz), or a hub dataset; or several, also with "
-            "weights: A:0.7 B:0.3 (default: pydocs for tiny-gpt2, else wikitext)"
+            "pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .tsv, also "
+            "as .gz, .parquet .arrow), or a hub dataset; or several, also with weights: A:0.7 "
+            "B:0.3 (default: pydocs for tiny-gpt2, else wikitext)"
         ),
         metavar="NAME",
         nargs="+",
@@ -48,11 +48,14 @@ class DataSettings:
     include: str | None = flag(
         None,
         flag_types.label,
-        "files of a folder to read, such as 'books/*.md,*.txt' (default: all)",
+        "files of a folder to read, such as 'books/*.md,*.txt' (default: train split, or all)",
         metavar="PATTERNS",
     )
     dataset_config: str | None = flag(
-        None, flag_types.label, "configuration name of a hub dataset", names="dataset_config_name"
+        None,
+        flag_types.label,
+        "configuration name of a hub dataset, or in a folder's README.md",
+        names="dataset_config_name",
     )
     dataset_revision: str | None = flag(
         None,

@@ -39,5 +39,6 @@ def stream_of(file, tokenizer, **flags):
     cpu = SimpleNamespace(type="cpu")
     ctx = SimpleNamespace(rank=0, world_size=1, nodes=ONE_NODE, is_main=True, device=cpu)
     ctx.all_gather = lambda value: [value]
+    ctx.once_per_node = lambda what, prepare: prepare()
     padding = Padding.of(settings.data.seq_length, False, "cpu")
     return open_stream(settings.data, settings.training, ctx, tokenizer, padding)[0]
