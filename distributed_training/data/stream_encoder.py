@@ -14,7 +14,7 @@ from distributed_training.data.rows import BadRow
 from distributed_training.data.special_tokens import document_start
 from distributed_training.data.stream_state import Ends
 from distributed_training.data.stream_units import Unit
-from distributed_training.data.tokenize import DocumentTokenizer
+from distributed_training.data.tokenize import DocumentTokenizer, batches_of
 from distributed_training.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class UnitEncoder:
             return EncodedUnit(None, "skipped")
         start = self._later if unit.place["row"] else self._first
         start = start if unit.begins else []
-        parts = [np.array(start, np.int64), *self.documents.encode(pieces)]
+        parts = [np.array(start, np.int64)]
+        for batch, _ in batches_of(pieces):
+            parts += self.documents.encode(batch)
         return EncodedUnit(np.concatenate(parts).astype(int), "")
 
     def _encode_example(self, unit: Unit) -> EncodedUnit | BadRow:

@@ -2,9 +2,10 @@
 
 Long documents are tokenized in pieces, with exactly the ids of the whole document. A text is cut
 after a line break, or else before a space, where tokens(left + right) = tokens(left) +
-tokens(right) for a few hundred characters on each side; a text without such a place is tokenized as
-a whole. Each piece is tokenized after the character that precedes it, because a tokenizer may
-treat the beginning of a text differently (Llama 2 inserts a space there).
+tokens(right) for a few hundred characters on each side, and a very long text without such a place
+also between other characters; a text without any is tokenized as a whole. Each piece is tokenized
+after the character that precedes it, because a tokenizer may treat the beginning of a text
+differently (Llama 2 inserts a space there).
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ PLACES = [
     re.compile(pattern)
     for pattern in (r"(?<=\S) ?\n(?= ?\S)", r"(?<=[\u3002\uff01\uff1f])(?=\w)", r"(?<=\w)(?= \w)")
 ]
+# Further places for a text with none of these, such as base64 and minified code, whose tokens would
+# take hundreds of bytes for each character if they were computed at once: between letters and
+# digits, before punctuation, anywhere. They are tried only after PATIENCE times PIECE_CHARACTERS,
+# because the pieces of shorter texts are positions in the checkpoints of streams.
+LAST_PLACES = [
+    re.compile(pattern)
+    for pattern in (
+        r"(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])",
+        r"(?<=\w)(?=[^\w\s])",
+        r"(?<=\S)(?=\S)",
+    )
+]
+PATIENCE = 8
 TRIES = 6  # places of each kind that are tried in PIECE_CHARACTERS of text
 # A part of a document that is tokenized alone, and the character before it; "" at the beginning.
 Piece = tuple[str, str]
@@ -149,7 +163,7 @@ def _encode_documents(
 
     pieces = itertools.chain.from_iterable(documents.pieces(read(row)) for row in rows)
     start = first
-    for batch, characters in _batches(pieces):
+    for batch, characters in batches_of(pieces):
         stream = list[np.ndarray]()
         for (_, before), ids in zip(batch, documents.encode(batch), strict=True):
             stream += [ids] if before else [start, ids]
@@ -157,7 +171,7 @@ def _encode_documents(
         yield np.concatenate(stream), characters, 0
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:
+def batches_of(pieces: Iterable[Piece]) -> Iterator[tuple[list[Piece], int]]:
     """Yield the pieces that are tokenized together, and the number of their characters."""
     batch, characters = list[Piece](), 0
     for piece in pieces:
@@ -177,12 +191,13 @@ class DocumentTokenizer:
     """A tokenizer of documents, which are cut from `size` characters on."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> None:
-        self.tokenizer, self.size, self.places = tokenizer, size or PIECE_CHARACTERS, PLACES
+        self.tokenizer, self.size = tokenizer, size or PIECE_CHARACTERS
+        self.places, self.last_places = PLACES, LAST_PLACES
         backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if backend and type(backend.model).__name__ == "Unigram":
             # Its best tokens may depend on distant words. Without a pre-tokenizer a document is a
             # single word, which no check of a part can cut.
-            self.places = PLACES[:1] if backend.pre_tokenizer else []
+            self.places, self.last_places = PLACES[:1] if backend.pre_tokenizer else [], []
         self._backend = _backend_of(tokenizer)
         # The tokens of the character before a piece; few different ones occur.
         self._alone = functools.lru_cache(1 << 10)(lambda before: next(self._tokens([before])))
@@ -222,7 +237,8 @@ class DocumentTokenizer:
 
     def _cut(self, text: str, start: int) -> int | None:
         """Return a place for a cut in the `size` characters from `start`; None if there is none."""
-        for pattern in self.places:
+        is_late = start >= PATIENCE * self.size
+        for pattern in self.places + self.last_places * is_late:
             places = pattern.finditer(text, start, start + self.size)
             for match in itertools.islice(places, TRIES):
                 if self._may_cut(text, match.end()):

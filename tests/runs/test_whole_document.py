@@ -1,5 +1,6 @@
 """Long documents are tokenized in pieces, and the ids are those of the whole document."""
 
+import base64
 import json
 import random
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from streams import ids_of, tokenized
 from tokenizer_zoo import CHINESE, KINDS, SPECIAL, tokenizer_of
 
+from distributed_training.data import tokenize
 from distributed_training.data.tokenize import DocumentTokenizer
 
 PYDOCS = "\n".join(topics[name] for name in sorted(topics))
@@ -55,6 +57,28 @@ def test_ids_of_pieces_are_those_of_the_whole_document(kind):
     assert numbers["prose"] > 25 and numbers["chinese lines"] > 8
     # A Unigram model is not cut between words.
     assert numbers["one line"] > 15 or kind == "unigram"
+
+
+def texts_without_spaces() -> dict[str, str]:
+    draw = random.Random(2)
+    return {
+        "base64": base64.b64encode(draw.randbytes(15_000)).decode(),
+        "json": "".join(f'{{"key":[{draw.random()},"abc"]}},' for _ in range(600)),
+        "one letter": "a" * 20_000,
+        "runs": "".join(draw.choice("abc1<") * draw.choice([1, 5, 300, 700]) for _ in range(90)),
+        "special tokens": "".join(draw.choices([*SPECIAL, "nd", "aaa", "x1", "_"], k=5000)),
+    }
+
+
+@pytest.mark.parametrize("kind", [make.__name__ for make in KINDS])
+def test_a_very_long_text_without_spaces_is_cut_between_other_characters(kind, monkeypatch):
+    monkeypatch.setattr(tokenize, "PATIENCE", 2)
+    tokenizer, numbers = tokenizer_of(kind), {}
+    for name, text in texts_without_spaces().items():
+        numbers[name], ids = in_pieces(tokenizer, text, 1000)
+        assert ids == whole(tokenizer, text), name
+    cut = kind != "unigram"  # its tokens may depend on distant characters
+    assert numbers["base64"] > 5 * cut and numbers["json"] > 5 * cut and numbers["one letter"] == 1
 
 
 def test_pieces_of_the_real_size_do_not_depend_on_how_the_file_is_read():
