@@ -69,6 +69,8 @@ class CheckpointManager:
         """Create the manager of a run."""
         training, output = settings.training, settings.output
         identity = signature.run_signature(settings, ctx, spec, datasets, objects.module)
+        if training.load_best_at_end:  # before the training, during which the files may change
+            from distributed_training.checkpoints import other_runs, verify  # noqa: F401
         state = None if training.eval_only else objects.sharded_state(ctx.device)
         return cls(
             ctx,

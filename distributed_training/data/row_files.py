@@ -287,7 +287,7 @@ def _read_arrow(file: Path, options: RowOptions) -> RawRows:
     import datasets
 
     table = datasets.Dataset.from_file(str(file))
-    columns = columns_of_table(table.column_names, options, str(file))
+    columns = columns_to_read(table.column_names, options, str(file))
     for number, row in enumerate(table.select_columns(columns), 1):
         yield row_of_table(row), f"{file}, row {number}"
 

@@ -33,11 +33,13 @@ RECORDED_LATER = (
     "validation token digest",
     "rendered template",
     "frozen weights digest",
+    "commit of the frozen weights",
     "evaluated sequences",
 )
 # What other facts of a run can change: entries of the run signature, and keys of results.json.
 OTHER_FACTS = {
-    MODEL: "parameters, shapes, frozen weights, frozen weights digest",
+    MODEL: """parameters, shapes, frozen weights, frozen weights digest,
+        commit of the frozen weights""",
     TOKENS: """tokenizer, template, data digest, token digest, rendered template,
         tokens that begin a document""",
     ORDER: "sequences",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -222,6 +223,11 @@ def open_step_log(
 
         trace, stop = start_trace(settings.debug.profile, ctx)
         at_end.insert(0, stop)
+    draw: Callable[[Path], None] | None = None
+    if ctx.is_main:
+        from distributed_training.records.loss_figure import draw_losses  # other ranks draw none
+
+        draw = draw_losses
     evaluated = folder.facts["dataset"].get("validation") or {}
     return StepLog(
         ctx=ctx,
@@ -230,6 +236,7 @@ def open_step_log(
         file=MetricsFile.in_folder(folder.path),
         trackers=trackers,
         trace=trace,
+        draw_losses=draw,
         at_end=at_end,
         options=LogOptions(
             settings.output.logging_steps, settings.data.streaming, evaluated.get("targets")

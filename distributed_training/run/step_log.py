@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ class StepLog:
     file: MetricsFile
     trackers: Trackers | None  # of --report_to, on rank 0
     trace: torch.profiler.profile | None  # of --profile
+    draw_losses: Callable[[Path], None] | None  # draws metrics.jsonl, on rank 0
     at_end: list[Callable[[], object]]  # write the files of other tools
     options: LogOptions
     work: list[tuple[int, int]] = field(default_factory=list)  # sequences and tokens of each step
@@ -269,12 +271,9 @@ class StepLog:
                 write()
 
     def _draw_losses(self) -> None:
-        if not self.ctx.is_main:
-            return
-        from distributed_training.records.loss_figure import draw_losses  # after an evaluation
-
-        with errors_as_notices():
-            draw_losses(self.file.path)
+        if self.draw_losses:
+            with errors_as_notices():
+                self.draw_losses(self.file.path)
 
 
 def copied_to_host(records: list[Numbers]) -> list[dict]:

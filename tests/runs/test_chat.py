@@ -14,6 +14,8 @@ import time
 import pytest
 from conftest import PROJECT, SMALL
 
+from distributed_training.console import visible
+
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
@@ -76,7 +78,7 @@ def test_answers_are_those_of_transformers_with_the_history(talk, chat_model):
         answer = tokenizer.decode(tokens, skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer.strip()})
         expected.append(answer)
-    assert run.out == "".join(f"{answer}\n" for answer in expected)
+    assert run.out == visible("".join(f"{answer}\n" for answer in expected))
     assert expected[1] != expected[2]  # the history matters
 
 

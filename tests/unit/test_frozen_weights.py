@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from small_models import CONFIGS
 from transformers import AutoModelForCausalLM
 
+from distributed_training import resolve_settings
 from distributed_training.checkpoints.other_runs import (
     other_weights,
     refuse_other_run,
@@ -19,8 +20,6 @@ from distributed_training.errors import UserError
 from distributed_training.model import frozen, merging
 from distributed_training.model.resolve import find_folders
 from distributed_training.model.spec import WeightSource
-from distributed_training.settings.data import DataSettings
-from distributed_training.settings.model import ModelSettings
 from distributed_training.trained.load import load
 from distributed_training.trained.source import find_source
 
@@ -47,10 +46,11 @@ def change(folder, name="model.norm.weight", index=-1):
 
 def digest_of(model, **flags):
     with one_rank() as ctx:
-        settings = ModelSettings(model=str(model), lora_r=4, lora_alpha=8.0, **flags)
-        return find_folders(
-            settings, DataSettings(dataset=(), held_out_share=None), True, 0, True, ctx
-        )["frozen"]["digest"]
+        settings = resolve_settings({"model": str(model), "lora_r": 4, **flags})
+        found = find_folders(
+            settings.model, settings.data, settings.training, settings.strategy, True, ctx
+        )
+        return found["frozen"]["digest"]
 
 
 @pytest.mark.parametrize("index", [0, 4000, -1])

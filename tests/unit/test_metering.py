@@ -63,6 +63,7 @@ def open_log(tmp_path, clock, device="cpu", logging_steps=1) -> StepLog:
         file=MetricsFile(tmp_path / "metrics.jsonl"),
         trackers=trackers,
         trace=None,
+        draw_losses=None,
         at_end=[],
         options=LogOptions(logging_steps, streaming=False, targets=None),
     )

@@ -27,7 +27,7 @@ class StepRecorder(StepLog):
     @classmethod
     def like(cls, log: StepLog) -> StepRecorder:
         """Return a recorder for the run of a log."""
-        return cls(log.ctx, log.state, log.meter, log.file, None, None, [], log.options)
+        return cls(log.ctx, log.state, log.meter, log.file, None, None, None, [], log.options)
 
     def start_epoch(self) -> None:
         """Start the clock."""
