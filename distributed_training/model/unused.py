@@ -5,10 +5,12 @@ waits for their gradients. Only models whose configuration has several parts imp
 """
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+import transformers
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PretrainedConfig
 
 from distributed_training import console, patches
+from distributed_training.errors import MissingRequirement
 from distributed_training.model.weights import from_config
 
 
@@ -17,12 +19,21 @@ def unused_by_text(config: PretrainedConfig) -> frozenset[str]:
 
     A backward pass with fake tensors, which have no memory, finds them. It is in bf16, because the
     grouped matrix multiplication of experts accepts nothing else there.
+
+    Raises:
+        MissingRequirement: an older transformers reads values of tensors in the forward pass.
     """
     patches.skip_padding_check()  # reads token ids
     with FakeTensorMode(), patches.without_initialization():
         model = from_config(config, torch.bfloat16).eval()
         tokens = torch.zeros(1, 2, dtype=torch.long)
-        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+        try:
+            model(input_ids=tokens, use_cache=False).logits.sum().backward()
+        except DataDependentOutputException as error:
+            raise MissingRequirement(
+                f"A model with several parts ({config.model_type}) needs a newer transformers than "
+                f"{transformers.__version__}: pip install --upgrade transformers."
+            ) from error
     unused = {name: p.numel() for name, p in model.named_parameters() if p.grad is None}
     if unused:
         used = [name for name, p in model.named_parameters() if p.grad is not None]

@@ -185,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(404, "EntryNotFound")
         name = f"{(asked['kind'] or 'models').strip('/')}/{asked['id']}"
         name = OLD_NAMES.get(name, name)
-        if asked["id"] in self.server.pushed and asked["verb"] is None:
+        if asked["id"] in self.server.pushed and asked["verb"] in (None, "revision"):
             private = asked["id"] in self.server.private
             return self.answer_json({"id": asked["id"], "private": private, "tags": []})
         repository = self.server.repositories.get(name)

@@ -37,9 +37,9 @@ def printed(monkeypatch):
     log.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        log.add_handler(handler := Printed())
+        logging.getLogger("transformers").addHandler(handler := Printed())
         yield handler.texts
-    log.remove_handler(handler)
+    logging.getLogger("transformers").removeHandler(handler)
     log.set_verbosity(level)
 
 
