@@ -530,6 +530,8 @@ def build_ddp(
     prepare.prepare_forward(model, settings.model, spec)
     log.model_loaded(spec)
     prepare.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
+    training = settings.training
+    groups = parameter_groups(model, training, spec.unused)
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
             model,
@@ -543,8 +545,7 @@ def build_ddp(
         )
         if hook := strategy.communication_hook(ctx.simulated):  # all-reduces in --reduce_dtype
             model.register_comm_hook(None, hook)
-    training = settings.training
-    optimizer = create_optimizer(parameter_groups(model, training, spec.unused), model, training)
+    optimizer = create_optimizer(groups, model, training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
     return TrainingObjects(strategy, model, optimizer, scaler)
 

@@ -96,6 +96,11 @@ class CheckpointManager:
         """Whether this run saves checkpoints."""
         return self.folder.is_shared and self.contents.state is not None and not self.output.no_save
 
+    @property
+    def continues_folder(self) -> bool:
+        """Whether this run continues the one in its output folder, and not in another one."""
+        return self._saved_at >= 0 and self._best_at is None
+
     def resume(self, found: FoundCheckpoint | None) -> JsonObject:
         """Load a checkpoint (None: a new run) and return the counters; nothing on disk is changed.
 
@@ -152,6 +157,8 @@ class CheckpointManager:
                 self.folder.set_aside_after(self._saved_at)
             if best:
                 self.folder.mark("best", best["step"])
+        if best and self._best_at:  # a copy to another disk may take longer than a collective may
+            self.ctx.once_per_node("best checkpoint", lambda: None)
         if best and self._best_at and best["step"] == state.step:
             self._saved_at = state.step
 

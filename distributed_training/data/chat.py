@@ -104,12 +104,13 @@ class Encoder:
     def _by_blocks(self, chat: Chat, text: str, numbers: Set[int]) -> tuple[list[int], np.ndarray]:
         encoded = self.template.tokenize(chat, with_mask=True)
         ids, mask = encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool)
+        starts = self._places(text)[1]
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant" or (
                 number in numbers and "tool_calls" not in message
             ):
                 continue
-            start, end = (self._length(chat, count, text) for count in (number, number + 1))
+            start, end = (self._length(chat, count, text, starts) for count in (number, number + 1))
             if number not in numbers:
                 mask[start:end] = False
             elif not mask[start:end].any():
@@ -119,10 +120,13 @@ class Encoder:
                 )
         return ids, mask
 
-    def _length(self, chat: Chat, count: int, text: str) -> int:
+    def _length(self, chat: Chat, count: int, text: str, starts: np.ndarray) -> int:
         """Return the tokens of the first messages, with which the conversation must begin.
 
         The last of them may have characters of the next message, such as "?" with a line break.
+
+        Args:
+            starts: places in `text` at which its tokens begin.
         """
         begin = self.template.render(chat.begin(count)) if count else ""
         if not text.startswith(begin):
@@ -130,7 +134,7 @@ class Encoder:
                 "the chat template renders the first messages differently if they are alone, so a "
                 "message without a loss is not found"
             )
-        return int((self._places(text)[1] < len(begin)).sum())
+        return int((starts < len(begin)).sum())
 
     def _whole(self, chat: Chat, text: str, answers: Set[int], untrained: Set[int]) -> Example:
         """Encode a conversation of which all tokens are trained, except some answers."""

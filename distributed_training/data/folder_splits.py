@@ -44,12 +44,14 @@ ALL = "--include names the files to read, --include '*' all of them"
 FilesBySplit = dict[str, list[Path]]
 
 
-def training_files(name: str, data: DataSettings) -> FilesBySplit:
+def training_files(name: str, data: DataSettings, needs_train: bool = True) -> FilesBySplit:
     """Return the files of the splits of --dataset that are used: "train", maybe "validation".
 
     As for a dataset of the hub, the validation split is evaluated on, unless --validation_file or
     --validation_split names something else, or --streaming reads the training split only.
 
+    Args:
+        needs_train: False if a validation or test split alone will do (--eval_only).
     Raises:
         UserError: the folder has no training split, or several, or cannot be read.
     """
@@ -57,7 +59,9 @@ def training_files(name: str, data: DataSettings) -> FilesBySplit:
     names = {"train": folder.split_for("train")}
     if data.validation_file is None and data.validation_split is None and not data.streaming:
         names["validation"] = folder.split_for("validation")
-    if names["train"] is None:
+        if not (needs_train or names["train"] or names["validation"]):
+            names["validation"] = folder.split_for("test")
+    if names["train"] is None and (needs_train or not names.get("validation")):
         raise UserError(
             f"{folder.flag} has no training split, but {shown(', '.join(folder.splits))}: {ALL}."
         )
@@ -243,7 +247,9 @@ def _patterns(data_files: object) -> dict[str, list[str]]:
         split, path = "train", entry
         if isinstance(entry, dict):
             split, path = str(entry.get("split", "train")), entry.get("path")
-        found.setdefault(split, []).extend(map(str, path if isinstance(path, list) else [path]))
+        paths = path if isinstance(path, list) else [path]
+        if path is not None:
+            found.setdefault(split, []).extend(map(str, paths))
     return found
 
 

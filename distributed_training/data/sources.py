@@ -29,7 +29,7 @@ def open_source(name: str, data: DataSettings, options: RowOptions, eval_only: b
             from distributed_training.data.folder_splits import training_files
             from distributed_training.data.row_files import open_files
 
-            corpus = open_files(training_files(name, data), options)
+            corpus = open_files(training_files(name, data, not eval_only), options)
         else:
             from distributed_training.data.row_hub import open_hub
 

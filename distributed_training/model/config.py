@@ -1,7 +1,9 @@
 """A model's config.json and generation_config.json, and what the flags change of them."""
 
+import contextlib
 from pathlib import Path
 
+import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
@@ -9,7 +11,7 @@ from distributed_training import console
 from distributed_training.errors import UserError, refused_as
 from distributed_training.files.json_types import JsonObject
 from distributed_training.known_models import CONFIGS
-from distributed_training.model.weights import NO_REMOTE_CODE
+from distributed_training.model.weights import NO_REMOTE_CODE, from_config
 from distributed_training.settings.model import ModelSettings
 
 
@@ -31,12 +33,20 @@ def read_config(folder: str, what: str) -> PretrainedConfig:
         raise UserError(f"{what} is a {config.model_type}, which is not a causal language model.")
     text = config.get_text_config()
     padding, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
-    if isinstance(padding, int) and isinstance(rows, int) and padding >= rows:
+    is_outside = isinstance(padding, int) and isinstance(rows, int) and padding >= rows
+    if is_outside and not _can_be_built(config):
         raise UserError(
             f"{what}: the pad_token_id in its config.json, {padding}, is no row of the embedding, "
             f"which has {rows} (vocab_size): set it to null, or to the id of another token."
         )
     return config
+
+
+def _can_be_built(config: PretrainedConfig) -> bool:
+    """Return whether the embedding accepts the pad_token_id; that of GPT-2 does not have one."""
+    with torch.device("meta"), contextlib.suppress(AssertionError):
+        return from_config(config) is not None
+    return False
 
 
 def read_generation_config(folder: str, config: PretrainedConfig) -> GenerationConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -41,11 +42,18 @@ def without_fused_experts(model: nn.Module, config: LoraConfig, by_user: bool) -
     targets = targets if isinstance(targets, str) else sorted(targets or ())
     if _adapts_experts(model, config):
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        attention = sorted({name.rpartition(".")[2] for name in linear if "attn" in name})
+        attention = sorted(
+            {name.rpartition(".")[2] for name in linear if re.search("attn|attention", name)}
+        )
         if by_user:
             raise UserError(
                 "--lora_targets: peft gives these names to the fused experts as well, whose "
                 f"adapters are not supported: name others, such as {','.join(attention)}."
+            )
+        if not attention:
+            raise UserError(
+                "The experts of this model are fused and get no adapters, and it has no linear "
+                "layers of attention: train it without --lora_r."
             )
         targets = attention
     shown = targets if isinstance(targets, str) else ", ".join(targets)

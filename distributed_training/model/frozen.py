@@ -39,7 +39,7 @@ def digest_of_files(folder: Path, config: PretrainedConfig) -> str:
     named = getattr(config, "transformers_weights", None)
     tensors = tensors_in(weight_files(folder, named))
     sizes = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
-    step = BLOCK * -(-sum(sizes.values()) // MOST_BYTES)
+    step = BLOCK * max(1, -(-sum(sizes.values()) // MOST_BYTES))
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())

@@ -94,7 +94,7 @@ class Run(NamedTuple):
         if step := self.state.step:
             from distributed_training.run.signatures import after_resume  # only of a resumed run
 
-            found = self.folder.found or {}
+            found = (self.manager.continues_folder and self.folder.found) or {}
             self.folder.record(signatures=after_resume(found, self.manager.identity, step))
         self.folder.begin()  # results.json
         self.log.cut()  # metrics.jsonl

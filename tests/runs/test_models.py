@@ -169,6 +169,11 @@ def test_a_padding_token_beyond_the_embedding_is_refused(llama, tmp_path, paddin
         return
     with pytest.raises(UserError, match=r"pad_token_id.*null"):
         read_config(str(tmp_path), "--model X")
+    # The embedding of GPT-2 has no row for padding, and is enlarged to the tokenizer's ids later.
+    GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=300, pad_token_id=300).save_pretrained(
+        tmp_path
+    )
+    assert read_config(str(tmp_path), "--model X").pad_token_id == 300
 
 
 @pytest.fixture(scope="module")

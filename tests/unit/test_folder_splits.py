@@ -82,6 +82,15 @@ def test_the_splits_of_a_folder(folder, tmp_path):
     assert [paths["train"], paths.get("validation", "")] == wanted
 
 
+@pytest.mark.parametrize("name", ["validation.jsonl", "test-00000-of-00001.parquet"])
+def test_an_evaluation_needs_no_training_split(tmp_path, name):
+    folder, data = make(tmp_path, name, None), parse_arguments([]).data
+    found = training_files(folder, data, needs_train=False)
+    assert [file.name for file in found["validation"]] == [name] and "train" not in found
+    with pytest.raises(UserError, match="no training split"):
+        training_files(folder, data)
+
+
 def test_the_notice_names_what_is_not_used(tmp_path, capsys):
     name = make(tmp_path, "train.csv dev.csv test.csv a.md b.md c.md", "# Rows")
     training_files(name, parse_arguments([]).data)

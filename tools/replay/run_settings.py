@@ -23,7 +23,8 @@ from distributed_training.run.signatures import signature_at, signatures_of
 from distributed_training.settings.settings import DEFAULTS, Settings
 
 MICRO_BATCH = ("batch_size", "gradient_accumulation_steps")
-CHOSEN_BEFORE = ("strategy",)  # the ranks have met with it; a difference is only reported
+# The ranks have met with them, so a difference is only reported.
+CHOSEN_BEFORE = ("strategy", "precision")
 
 
 class RunSettings(NamedTuple):
@@ -38,7 +39,8 @@ class RunSettings(NamedTuple):
     def read(cls, folder: Path, step: int, ctx: DistContext) -> RunSettings:
         """Read them; all ranks call it, and rank 0 reads the files."""
         results = (read_results(folder / RESULTS) or {}) if ctx.is_main else {}
-        skipped = _skipped_steps(folder, results) if ctx.is_main else []
+        is_usable = ctx.is_main and not wrong_key(results)
+        skipped = _skipped_steps(folder, results) if is_usable else []
         results, skipped = ctx.broadcast_from_rank0((results, skipped))
         if key := wrong_key(results):
             raise UserError(f"{shown(folder / RESULTS)} is damaged: the type of {key}.")
@@ -163,7 +165,7 @@ def _skipped_steps(folder: Path, results: JsonObject) -> list[int]:
     """Return the steps that a run left out; those of a killed run are in its last checkpoint."""
     if (found := results.get("skipped_steps")) is not None:
         return found
-    found = {*(results.get("flags") or {}).get("skip_steps", ())}
+    found = {*((results.get("flags") or {}).get("skip_steps") or ())}
     for path in list_checkpoints(folder / "checkpoints"):
         manifest, problem = read_manifest(path)
         if not problem:
