@@ -159,8 +159,8 @@ class CheckpointManager:
                 self.folder.mark("best", best["step"])
         if best and self._best_at:  # a copy to another disk may take longer than a collective may
             self.ctx.once_per_node("best checkpoint", lambda: None)
-        if best and self._best_at and best["step"] == state.step:
-            self._saved_at = state.step
+            if best["step"] == state.step:
+                self._saved_at = state.step
 
     def load_best(self, best: int, now: int) -> None:
         """Load the weights of the best evaluation's step; if damaged, those of `now` stay."""

@@ -40,9 +40,7 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
         for other in others:
             if _is_set(flags, flag) and _is_set(flags, other):
                 raise UserError(f"--{flag} and --{other} cannot be used together: leave one out.")
-    for flag, facts in FACTS.items():
-        if facts.needs and _is_set(flags, flag) and not _is_set(flags, facts.needs):
-            raise UserError(f"--{flag} needs --{facts.needs}.")
+    check_needs(flags, FACTS)
     datasets = [dataset.name for dataset in flags.dataset] or [default_dataset(flags.model)]
     problems = {
         "--resume needs --output_dir, the run to continue; or name a checkpoint: --resume PATH": (
@@ -76,6 +74,14 @@ def refuse_conflicts(flags: Options, given: frozenset[str]) -> None:
     for problem, holds in problems.items():
         if holds:
             raise UserError(f"{problem}.")
+
+
+def check_needs(flags: Options, names: Iterable[str]) -> None:
+    """Check that flags, of which `names` are checked, come with those that they need."""
+    for name in names:
+        needs = FACTS[name].needs
+        if needs and _is_set(flags, name) and not _is_set(flags, needs):
+            raise UserError(f"--{name} needs --{needs}.")
 
 
 def _problems_of_auto_shares(flags: Options) -> dict[str, bool]:

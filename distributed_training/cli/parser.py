@@ -26,12 +26,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError with one line, and suggests a similar flag."""
 
     def __init__(self, unknown_advice: str = "", **options) -> None:
-        """Create a parser.
-
-        Args:
-            unknown_advice: about a flag that is similar to none.
-            options: of argparse.ArgumentParser.
-        """
+        """Create an ArgumentParser; `unknown_advice` is about a flag that is similar to none."""
         super().__init__(**options)
         self._unknown_advice = unknown_advice
 

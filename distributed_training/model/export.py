@@ -86,10 +86,8 @@ def export_model(
     failed, folder = _write_folder(trained, target, text, merges, dtype)
     if failed:
         if checkpoint := trained.keep_weights():
-            program, place = (
-                command_of("scripts/convert_checkpoint.py"),
-                shlex.quote(str(checkpoint)),
-            )
+            program = command_of("scripts/convert_checkpoint.py")
+            place = shlex.quote(str(checkpoint))
             advice = (
                 f"The trained weights are in {checkpoint}: `{program} {place} --to hf FOLDER` "
                 "exports them; so does the same run with --resume."

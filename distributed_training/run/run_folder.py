@@ -49,10 +49,8 @@ class RunFolder:
         If the run fails after this call, results.json says why.
         """
         model, strategy = Path(settings.model.model).name, settings.parallelism.strategy
-        saves_best = settings.training.load_best_at_end
-        path, is_shared, lock = new_output_dir(
-            settings.output, f"{model}-{strategy}", saves_best, ctx
-        )
+        name, saves_best = f"{model}-{strategy}", settings.training.load_best_at_end
+        path, is_shared, lock = new_output_dir(settings.output, name, saves_best, ctx)
         found = read_results(path / RESULTS) if ctx.is_main else None
         keeps_found = found is not None and settings.output.resume is not None
         facts = facts_at_start(settings, ctx)

@@ -1,5 +1,6 @@
 """The flags of scripts/plan_memory.py: its own, and those of a run that the estimate depends on."""
 
+from distributed_training.cli.checks import check_needs
 from distributed_training.cli.flags import add_flag
 from distributed_training.cli.parse import read_command_line
 from distributed_training.cli.parser import Options, Parser
@@ -111,11 +112,9 @@ def read_flags(parser: Parser) -> Options:
         )
     settings = settings.replace(**given)
     values = values_of(settings)
-    for name in PLANNED:
-        needs = FACTS[name].needs
-        if values[name] and needs and not values[needs]:
-            raise UserError(f"--{name} needs --{needs}.")
-    return args.replace(**values, settings=settings, in_file=in_file, strategy=strategy)
+    args = args.replace(**values, settings=settings, in_file=in_file, strategy=strategy)
+    check_needs(args, PLANNED)
+    return args
 
 
 def values_of(settings: Settings) -> FlagValues:

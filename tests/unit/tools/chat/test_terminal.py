@@ -37,4 +37,4 @@ def test_an_answer_cannot_control_the_terminal(capsys):
     for part in ("\x1b]0;title\x07one\n", "\ttwo\u202e three"):
         printer.on_finalized_text(part)
     assert capsys.readouterr().out == "\\x1b]0;title\\x07one\n\ttwo\\u202e three"
-    assert printer.text.startswith("\x1b]0;")  # the conversation goes on with the exact text
+    assert printer.text.startswith("\x1b]0;")  # the conversation keeps the exact text
