@@ -5,80 +5,146 @@ program can compute the digest.
 """
 
 import math
+from typing import TypedDict
 
 from distributed_training.checkpoints.format import kinds_of
-from distributed_training.files.json_types import (
-    Check,
-    JsonObject,
-    anything,
-    dict_of,
-    either,
-    is_count,
-    is_number,
-    is_switch,
-    is_text,
-    list_of,
-    optional,
-    record,
-)
+from distributed_training.files.checked_types import Count, Number, wrong_place
+from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import shown
 from distributed_training.files.weight_files import stays_inside
 
-READER = record({}, **dict.fromkeys(("row", "pass", "first", "part"), is_count))
-LANE = record(
-    {},
-    reader=READER,
-    counts=dict_of(is_count),
-    **dict.fromkeys(("offset", "chunk", "used"), is_count),
+# The position in a stream: of its reader, and of a batch slot. "pass" is a keyword of Python.
+Reader = TypedDict(
+    "Reader", {"row": Count, "pass": Count, "first": Count, "part": Count}, total=False
 )
-COUNTERS = record(
-    {},
-    best=optional(
-        record({"loss": is_number, "step": is_count, "waited": is_count}, evaluated=is_count)
-    ),
-    training_seconds=is_number,
-    skipped_steps=list_of(is_count),
-    rank_sequences=list_of(record({}, from_step=is_count, sequences=list_of(is_count))),
-    **dict.fromkeys(("first_loss", "last_loss"), optional(is_number)),
-    **dict.fromkeys(("step", "samples", "tokens"), is_count),
-)
-IDENTITY = record(
-    {},
-    hard=record({}, parameters=is_count),
-    soft=record({}, model=is_text),
-    told=record({}, strategy=is_text, ranks=is_count),
-)
-PIECE = {"name": is_text, "start": is_count, "numel": is_count, "moments": is_switch}
-REQUIRED: dict[str, Check] = {
-    "counters": COUNTERS,
-    "identity": IDENTITY,
-    "adam_step": is_count,
-    "shapes": dict_of(list_of(is_count)),
-    "pieces": list_of(
-        record({**PIECE, "file": is_text}, momentum=is_switch, kinds=list_of(is_text))
-    ),
-    "files": dict_of(record({"bytes": is_count, "sha256": is_text})),
-}
-# Older versions did not write these keys.
-OPTIONAL: dict[str, Check] = {
-    "scaling": dict_of(optional(either(is_switch, is_number))),
-    "lr_scheduler": dict_of(anything),
-    "stream": optional(record({"lanes": dict_of(LANE), "bad": list_of(is_text)})),
-    "groups": list_of(dict_of(anything)),
-    "optimizer": is_text,
-}
+
+
+class Lane(TypedDict, total=False):
+    """A batch slot of a stream."""
+
+    reader: Reader
+    counts: dict[str, Count]
+    offset: Count
+    chunk: Count
+    used: Count
+
+
+class Stream(TypedDict):
+    """The position of a stream."""
+
+    lanes: dict[str, Lane]
+    bad: list[str]
+
+
+class _Best(TypedDict):
+    loss: Number
+    step: Count
+    waited: Count
+
+
+class Best(_Best, total=False):
+    """The best evaluation."""
+
+    evaluated: Count
+
+
+class RankSequences(TypedDict, total=False):
+    """The sequences of the ranks from a step on."""
+
+    from_step: Count
+    sequences: list[Count]
+
+
+class Counters(TypedDict, total=False):
+    """The counters of a run."""
+
+    best: Best | None
+    training_seconds: Number
+    skipped_steps: list[Count]
+    rank_sequences: list[RankSequences]
+    first_loss: Number | None
+    last_loss: Number | None
+    step: Count
+    samples: Count
+    tokens: Count
+
+
+class Hard(TypedDict, total=False):
+    """What must be equal at a resume."""
+
+    parameters: Count
+
+
+class Soft(TypedDict, total=False):
+    """What must be equal at a resume without --resume_force."""
+
+    model: str
+
+
+class Told(TypedDict, total=False):
+    """What may differ, with a notice."""
+
+    strategy: str
+    ranks: Count
+
+
+class Identity(TypedDict, total=False):
+    """The run signature."""
+
+    hard: Hard
+    soft: Soft
+    told: Told
+
+
+class _Piece(TypedDict):
+    name: str
+    start: Count
+    numel: Count
+    moments: bool
+    file: str
+
+
+class Piece(_Piece, total=False):
+    """Elements of a parameter, and the states of the optimizer for them."""
+
+    momentum: bool
+    kinds: list[str]
+
+
+class File(TypedDict):
+    """A file of the checkpoint."""
+
+    bytes: Count
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    counters: Counters
+    identity: Identity
+    adam_step: Count
+    shapes: dict[str, list[Count]]
+    pieces: list[Piece]
+    files: dict[str, File]
+
+
+class Manifest(_Manifest, total=False):
+    """The manifest. Older versions did not write all of the keys."""
+
+    scaling: dict[str, bool | Number | None]
+    lr_scheduler: dict[str, object]
+    stream: Stream | None
+    groups: list[dict[str, object]]
+    optimizer: str
 
 
 def check_manifest(manifest: JsonObject) -> None:
     """Check the type of each value of a manifest, the names of its files, and its pieces.
 
     Raises:
-        KeyError: a key is missing.
         ValueError: the message says what is wrong.
     """
-    for key, check in {**REQUIRED, **OPTIONAL}.items():
-        if (key in REQUIRED or key in manifest) and not check(manifest[key]):
-            raise ValueError(f"the type of {key}")
+    if place := wrong_place(manifest, Manifest):
+        raise ValueError(f"the type of {shown(place)}")
     for name in {piece["file"] for piece in manifest["pieces"]} | manifest["files"].keys():
         if name not in manifest["files"] or not stays_inside(name):
             raise ValueError(f"the name {shown(name)}")

@@ -16,30 +16,32 @@ from distributed_training.data.opening import Datasets
 from distributed_training.data.special_tokens import start_of, tokenizer_fingerprint
 from distributed_training.files.json_types import JsonObject
 from distributed_training.model.spec import ModelSpec
+from distributed_training.model_parts import full_shape
 from distributed_training.rank_shares import shown_shares
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings
+from distributed_training.settings.fields import MUST_MATCH, REPORTED
 from distributed_training.settings.settings import FACTS, Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import FlagValues
-from distributed_training.strategies.wrapped import full_shape
 
-INFORMATIONAL_FLAGS = [name for name, facts in FACTS.items() if facts.reported_at_resume]
+MATCHING_FLAGS, INFORMATIONAL_FLAGS = (
+    [name for name, facts in FACTS.items() if facts.at_resume == rule]
+    for rule in (MUST_MATCH, REPORTED)
+)
 
 
 def flags_signature(data: DataSettings, training: TrainingSettings, world_size: int) -> JsonObject:
     """Return the part of the run signature that is known before model and data are read."""
-    should_match: dict[str, object] = {
-        "seed": training.seed,
+    flags = {**vars(data), **vars(training)}
+    should_match = {name: flags[name] for name in MATCHING_FLAGS} | {
         "validation_split": data.held_out_share,
         "shuffle_buffer": data.shuffle_buffer if data.streaming else None,
+        "isolate_documents": data.isolates_documents,  # also with --packing
         "global batch": training.global_batch(world_size),
-        "isolate_documents": data.isolates_documents,
-        "packing": data.packing,
-        "train_on": data.train_on,
     }
-    if data.seq_length is not None:  # the default depends on the model
-        should_match["seq_length"] = data.seq_length
+    if data.seq_length is None:  # the default depends on the model
+        del should_match["seq_length"]
     return {"hard": {}, "soft": should_match}
 
 

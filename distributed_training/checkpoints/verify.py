@@ -29,8 +29,9 @@ def open_checkpoint(path: Path) -> tuple[Path, JsonObject]:
     """
     newest = next(iter(candidates_in(path)), None)
     if newest is None:
+        exported = f" Its trained model is in {path / 'hf'}." if (path / "hf").is_dir() else ""
         raise UserError(
-            f"{path} contains no checkpoint: a run needs --save_every or --save_epochs."
+            f"{path} contains no checkpoint: a run needs --save_every or --save_epochs.{exported}"
         )
     manifest, problem = read_manifest(newest)
     if problem := problem or find_damage(newest, manifest):

@@ -18,8 +18,9 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
+Value = TypeVar("Value")
 PARTIAL = ".partial-"  # prefix of the names of unfinished files
 EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename to a name that is in use
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -96,18 +97,22 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def digest_of_json(value: Any) -> str:
+def digest_of_json(value: object) -> str:
     """Return the SHA-256 hex digest of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def only_finite(value: Any) -> Any:
+def only_finite(value: Value) -> Value:
     """Replace infinity and NaN in a JSON value by None, because JSON cannot represent them."""
-    if isinstance(value, dict):
-        return {key: only_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [only_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    def clean(item: object) -> object:
+        if isinstance(item, dict):
+            return {key: clean(part) for key, part in item.items()}
+        if isinstance(item, list):
+            return [clean(part) for part in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return cast(Value, clean(value))
 
 
 def read_json(path: Path) -> Any:

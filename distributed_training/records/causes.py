@@ -111,7 +111,7 @@ def differences_of(results: dict, others: dict, rate_step: int) -> list[Differen
             continue
         if a.get(name) != b.get(name) and (rate_step or changes != RATE):
             # The update of a step changes the loss of the next one.
-            first_step = 1 + {"the updates": 1, RATE: rate_step}.get(changes, 0)
+            first_step = 1 + {UPDATES: 1, RATE: rate_step}.get(changes, 0)
             found.append(Difference(name, a.get(name), b.get(name), changes, first_step))
     if rate_step and not any(difference.changes == RATE for difference in found):
         # The flags are equal: a run was resumed after another schedule, or the code has a fault.

@@ -9,6 +9,8 @@ from distributed_training.files.atomic import only_finite
 FILE = "metrics.jsonl"
 # Keys that only a record of an evaluation has, or of the texts generated after it.
 OF_EVALUATIONS = {"eval_loss", "generated"}
+# The phases of an optimizer step, whose seconds results.json and the figures have.
+PHASES = ("data", "forward", "backward", "update")
 
 
 class MetricsFile:

@@ -2,35 +2,38 @@
 
 import json
 from pathlib import Path
+from typing import TypedDict
 
 from distributed_training import console
 from distributed_training.files.atomic import only_finite, write_text
-from distributed_training.files.json_types import (
-    either,
-    is_count,
-    is_number,
-    is_text,
-    list_of,
-    optional,
-    record,
-)
+from distributed_training.files.checked_types import Count, has_type
 from distributed_training.records.metrics_file import OF_EVALUATIONS
+from distributed_training.records.results_types import Generated
 
 # Keys of which a record has one: of a step, of a choice of --rank_shares auto, or of an evaluation.
 KINDS = {"loss", "rank_sequences", *OF_EVALUATIONS}
 MOST_LINES = 5  # that a message names
-# A number may be null, and of Trainer NaN or infinite.
-NUMBER = optional(either(is_number, lambda value: isinstance(value, float)))
-NUMBERS = """
-    loss lr learning_rate grad_norm tokens_per_second seconds epoch eval_loss perplexity
-    bits_per_byte
-    """.split()
-is_record = record(
-    {"step": is_count},
-    generated=list_of(record({"prompt": is_text, "text": is_text})),
-    rank_sequences=list_of(is_count),
-    **dict.fromkeys(NUMBERS, NUMBER),
-)
+
+
+class _Step(TypedDict):
+    step: Count
+
+
+class Record(_Step, total=False):
+    """A line of metrics.jsonl. A number may be null, and of Trainer NaN or infinite."""
+
+    loss: float | None
+    lr: float | None
+    learning_rate: float | None
+    grad_norm: float | None
+    tokens_per_second: float | None
+    seconds: float | None
+    epoch: float | None
+    eval_loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    generated: list[Generated]
+    rank_sequences: list[Count]
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
@@ -48,7 +51,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if is_record(value) and value.keys() & KINDS:
+        if has_type(value, Record) and value.keys() & KINDS:
             records.append(value)
         elif number < len(lines):
             unreadable.append(number)

@@ -15,15 +15,18 @@ from distributed_training import arguments
 from distributed_training.checkpoints.recognize import newest_of_trainer
 from distributed_training.errors import UserError
 from distributed_training.files import atomic
+from distributed_training.files.checked_types import has_type
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import shown
 from distributed_training.records.agreement import TOLERANCES, Agreement, Curve, Tolerance
-from distributed_training.records.metrics_reader import is_record, read_metrics
-from distributed_training.records.results_types import PHASES, wrong_key
+from distributed_training.records.metrics_file import PHASES
+from distributed_training.records.metrics_reader import Record, read_metrics
+from distributed_training.records.results_types import wrong_key
 from distributed_training.strategies.table import STRATEGIES
 
-# In torchrun's report of the ranks that exited. The one that was killed need not be the first.
-KILLED = re.compile(r"exitcode\s*: -9 ")
+# In the reports of torchrun and of DeepSpeed's launcher about ranks that were killed. torchrun's
+# report names several ranks, and the one that was killed need not be the first.
+KILLED = re.compile(r"exitcode\s*: -9 |exits with return code = -9\b")
 STATES = ("parameters", "gradients", "optimizer")
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
@@ -138,12 +141,13 @@ def read_run(folder: str | Path) -> RecordedRun:
     file = path if path.is_file() else newest_of_trainer(path) / "trainer_state.json"
     if not isinstance(history := _read_json(file).get("log_history"), list):
         known = "an output folder with results.json and metrics.jsonl, or a trainer_state.json"
-        runs = [shown(file.parent) for file in sorted(path.glob("*/results.json"))[:5]]
-        known = f"one of the runs in it ({', '.join(runs)})" if runs else known
+        runs = [shown(file.parent) for file in sorted(path.glob("*/results.json"))]
+        more = ", ..." if len(runs) > 5 else ""
+        known = f"one of the runs in it ({', '.join(runs[:5])}{more})" if runs else known
         raise UserError(f"{shown(path)} is no run: name {known}.")
-    if not all(map(is_record, history)):
-        number = next(n for n, value in enumerate(history, 1) if not is_record(value))
-        raise UserError(f"{shown(file)} is damaged: record {number} of log_history.")
+    for number, record in enumerate(history, 1):
+        if not has_type(record, Record):
+            raise UserError(f"{shown(file)} is damaged: record {number} of log_history.")
     return RecordedRun(file, history)
 
 

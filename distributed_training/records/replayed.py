@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from distributed_training.files.atomic import read_json
-from distributed_training.files.json_types import (
-    anything,
-    dict_of,
-    is_count,
-    is_number,
-    is_switch,
-    is_text,
-    list_of,
-    optional,
-    record,
-)
+from distributed_training.files.checked_types import Count, Number, has_type
 from distributed_training.text_tables import text_table
 
 NAME = re.compile(r"replay-(\d+)\.json")
@@ -29,23 +19,42 @@ EXCERPT = 320  # characters of a text
 class LargestLoss(TypedDict):
     """A token with one of the largest losses of its sequence."""
 
-    position: int  # of the token in the sequence, from 0
-    start: int  # of its characters in the text
-    end: int
-    loss: float | None  # None: not finite
+    position: Count  # of the token in the sequence, from 0
+    start: Count  # of its characters in the text
+    end: Count
+    loss: Number | None  # None: not finite
+
+
+class ReplayedOrigin(TypedDict):
+    """Where a document is from."""
+
+    dataset: str
+    row: str | None  # None: not found
+
+
+class _Layer(TypedDict):
+    name: str
+    gradient_norm: Number | None
+    update_ratio: Number | None  # the norm of the update / that of the weights
+
+
+class ReplayedLayer(_Layer, total=False):
+    """What the step did to the weights of a layer."""
+
+    weight_norm: Number | None
 
 
 class ReplayedSequence(TypedDict):
     """A sequence of the step."""
 
-    rank: int
-    micro_batch: int
-    row: int  # in the micro-batch
-    origins: list[dict[str, str | None]]  # {dataset, row} of each of its documents
-    targets: int  # tokens with a loss
-    loss: float | None  # their mean, in nats per token, without dropout; None: not finite
-    gradient_norm: float | None  # of its part of the step's gradient
-    gradient_share: float | None  # of the sum of these norms
+    rank: Count
+    micro_batch: Count
+    row: Count  # in the micro-batch
+    origins: list[ReplayedOrigin]  # of each of its documents
+    targets: Count  # tokens with a loss
+    loss: Number | None  # their mean, in nats per token, without dropout; None: not finite
+    gradient_norm: Number | None  # of its part of the step's gradient
+    gradient_share: Number | None  # of the sum of these norms
     text: str
     largest_losses: list[LargestLoss]
 
@@ -53,52 +62,22 @@ class ReplayedSequence(TypedDict):
 class Replayed(TypedDict):
     """The content of replay-STEP.json."""
 
-    step: int
+    step: Count
     run: dict[str, object]  # strategy, world_size, device, precision of the run
     repeated: dict[str, object]  # the same of the replay, and the checkpoint that it started from
-    loss: float | None
-    recorded_loss: float | None  # in metrics.jsonl
+    loss: Number | None
+    recorded_loss: Number | None  # in metrics.jsonl
     equal: bool | None  # whether both are equal bit for bit; None: not recorded
-    lr: float | None
-    grad_norm: float | None  # before clipping
-    recorded_grad_norm: float | None
-    clip_factor: float | None
-    loss_scale: float | None
+    lr: Number | None
+    grad_norm: Number | None  # before clipping
+    recorded_grad_norm: Number | None
+    clip_factor: Number | None
+    loss_scale: Number | None
     outcome: str
     reason: str | None
     changed_settings: list[str]  # that may change the loss: a clause about each
     sequences: list[ReplayedSequence]  # the largest share of the gradient first
-    layers: list[dict]
-
-
-NUMBER, TEXT = optional(is_number), optional(is_text)
-IS_SEQUENCE = record(
-    {
-        "text": is_text,
-        "targets": is_count,
-        "rank": is_count,
-        "loss": NUMBER,
-        "gradient_share": NUMBER,
-        "origins": list_of(record({"dataset": is_text, "row": TEXT})),
-        "largest_losses": list_of(record({"start": is_count, "end": is_count, "loss": NUMBER})),
-    }
-)
-IS_REPLAYED = record(
-    {
-        "step": is_count,
-        "outcome": is_text,
-        "reason": TEXT,
-        "equal": optional(is_switch),
-        **dict.fromkeys(("loss", "recorded_loss", "lr", "grad_norm"), NUMBER),
-        **dict.fromkeys(("clip_factor", "loss_scale"), NUMBER),
-        **dict.fromkeys(("run", "repeated"), dict_of(anything)),
-        "changed_settings": list_of(is_text),
-        "sequences": list_of(IS_SEQUENCE),
-        "layers": list_of(
-            record({"name": is_text, "gradient_norm": NUMBER, "update_ratio": NUMBER})
-        ),
-    }
-)
+    layers: list[ReplayedLayer]
 
 
 def read_replays(folder: Path) -> list[Replayed]:
@@ -110,7 +89,7 @@ def read_replays(folder: Path) -> list[Replayed]:
                 content = read_json(path)
             except (OSError, ValueError):
                 continue
-            if IS_REPLAYED(content):
+            if has_type(content, Replayed):
                 found[int(match[1])] = content
     return [found[step] for step in sorted(found)]
 

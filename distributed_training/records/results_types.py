@@ -1,63 +1,97 @@
 """The types of the keys of results.json that comparisons and pages read."""
 
-from distributed_training.files.json_types import (
-    Check,
-    JsonObject,
-    anything,
-    dict_of,
-    either,
-    is_count,
-    is_number,
-    is_switch,
-    is_text,
-    list_of,
-    optional,
-    record,
-)
+from typing import TypedDict
 
-PHASES = ("data", "forward", "backward", "update")  # of an optimizer step
-SIMPLE = either(is_switch, is_number, is_text)
-COLLECTIVE = record({"calls": is_number, "sent_bytes": is_number}, message_bytes=is_number)
-HARDWARE = record(
-    {"cpu": is_text, "cores": is_number, "gpu": optional(is_text), "ram_bytes": is_number}
-)
-BYTES = optional(dict_of(optional(is_number)))
-MEMORY = record(
-    {},
-    predicted_bytes=BYTES,
-    nvme_bytes=optional(is_number),
-    **dict.fromkeys(
-        ("categories_bytes_by_rank", "device_categories_bytes_by_rank"), list_of(BYTES)
-    ),
-    **dict.fromkeys(("peak_bytes", "host_peak_bytes"), list_of(optional(is_number))),
-)
-TEXTS = "status reason error_kind strategy model device precision started_at command sample".split()
-COUNTS = "parameters world_size global_batch_size seq_length steps tokens".split()
-NUMBERS = """
-    train_loss_first train_loss_last eval_loss perplexity bits_per_byte tokens_per_second mfu
-    training_seconds samples_per_second tokens_per_second_per_gpu simulated_world_size seed
-    """.split()
-TYPES: dict[str, Check] = {
-    **dict.fromkeys(TEXTS, is_text),
-    **dict.fromkeys(COUNTS, is_count),
-    **dict.fromkeys(NUMBERS, is_number),
-    "communication_per_step": dict_of(COLLECTIVE),
-    "step_phases_seconds": dict_of(is_number),
-    "skipped_steps": list_of(is_count),
-    "memory": MEMORY,
-    "tf32": is_switch,
-    "versions": dict_of(is_text),
-    "flags": dict_of(either(optional(SIMPLE), list_of(SIMPLE))),
-    "run_signature": dict_of(dict_of(optional(SIMPLE))),
-    "generated": list_of(record({"prompt": is_text, "text": is_text})),
-    "hardware": HARDWARE,
-    **dict.fromkeys(("dataset", "export", "push"), dict_of(anything)),
-}
+from distributed_training.files.checked_types import Count, Number, Simple, wrong_place
+from distributed_training.files.json_types import JsonObject
+
+Bytes = dict[str, Number | None] | None  # by kind
+
+
+class _Calls(TypedDict):
+    calls: Number
+    sent_bytes: Number
+
+
+class Collective(_Calls, total=False):
+    """The calls of a collective in one step."""
+
+    message_bytes: Number
+
+
+class Hardware(TypedDict):
+    """The machine of a run."""
+
+    cpu: str
+    cores: Number
+    gpu: str | None
+    ram_bytes: Number
+
+
+class Memory(TypedDict, total=False):
+    """Measured and planned memory."""
+
+    predicted_bytes: Bytes
+    nvme_bytes: Number | None
+    categories_bytes_by_rank: list[Bytes]
+    device_categories_bytes_by_rank: list[Bytes]
+    peak_bytes: list[Number | None]
+    host_peak_bytes: list[Number | None]
+
+
+class Generated(TypedDict):
+    """A text that the model has generated."""
+
+    prompt: str
+    text: str
+
+
+class Results(TypedDict, total=False):
+    """The content of results.json; docs/OUTPUTS.md describes the keys. Each may be null."""
+
+    status: str | None
+    reason: str | None
+    error_kind: str | None
+    strategy: str | None
+    model: str | None
+    device: str | None
+    precision: str | None
+    started_at: str | None
+    command: str | None
+    sample: str | None
+    parameters: Count | None
+    world_size: Count | None
+    global_batch_size: Count | None
+    seq_length: Count | None
+    steps: Count | None
+    tokens: Count | None
+    train_loss_first: Number | None
+    train_loss_last: Number | None
+    eval_loss: Number | None
+    perplexity: Number | None
+    bits_per_byte: Number | None
+    tokens_per_second: Number | None
+    mfu: Number | None
+    training_seconds: Number | None
+    samples_per_second: Number | None
+    tokens_per_second_per_gpu: Number | None
+    simulated_world_size: Number | None
+    seed: Number | None
+    communication_per_step: dict[str, Collective] | None
+    step_phases_seconds: dict[str, Number] | None
+    skipped_steps: list[Count] | None
+    memory: Memory | None
+    tf32: bool | None
+    versions: dict[str, str] | None
+    flags: dict[str, Simple | list[Simple] | None] | None
+    run_signature: dict[str, dict[str, Simple | list[Simple] | None]] | None
+    generated: list[Generated] | None
+    hardware: Hardware | None
+    dataset: dict[str, object] | None
+    export: dict[str, object] | None
+    push: dict[str, object] | None
 
 
 def wrong_key(results: JsonObject) -> str:
     """Return a key of results.json whose value has another type; "" if there is none."""
-    for key, check in TYPES.items():
-        if results.get(key) is not None and not check(results[key]):
-            return key
-    return ""
+    return wrong_place(results, Results)

@@ -52,3 +52,17 @@ def test_the_tokens_with_the_largest_losses_are_marked():
     one = {"text": text, "largest_losses": [{"position": 9, "start": 400, "end": 403, "loss": 9.0}]}
     assert "x⟦bad⟧y" in marked_text(one) and len(marked_text(one)) < 340
     assert marked_text({"text": "short", "largest_losses": []}) == "short"
+
+
+def test_a_run_whose_tokenizer_begins_texts_can_be_read(ours):
+    """The run signature has the ids of Llama's <s>, a list."""
+    folder = ours("a", steps())
+    file = folder / "results.json"
+    content = json.loads(file.read_text())
+    content["run_signature"] = {"hard": {"lora_r": 4}, "soft": {"document_start": [900]}}
+    file.write_text(json.dumps(content))
+    assert read_run(folder).results["run_signature"] == content["run_signature"]
+    content["run_signature"]["soft"]["document_start"] = [[900]]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="the type of run_signature"):
+        read_run(folder)
