@@ -9,7 +9,9 @@ contents   what is saved in a checkpoint, and loaded from it
 format     names on disk, and manifest.json
 manifest   checks the content of manifest.json
 verify     opens a checkpoint and verifies its files
-writing    writes a checkpoint, so that it is complete or missing
+saver      saves while training continues; save_thread: the thread that writes
+host_copy  the copy of the states that it writes
+writing    completes a checkpoint's folder, so that it is complete or missing
 saving     saves weights and moments, piece by piece
 loading    loads them
 convert    converts checkpoints from and to other formats

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from safetensors.torch import load_file
 
 from distributed_training.checkpoints import format as files
@@ -24,19 +25,34 @@ from distributed_training.strategies.optimizer_shards import ShardedState
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 
 
+class WholeParts(NamedTuple):
+    """What rank 0 writes besides the pieces, in memory: files by name, and tensors by file."""
+
+    description: dict[str, bytes]
+    tensors: dict[str, dict[str, torch.Tensor]]
+
+    def write(self, folder: Path) -> None:
+        """Write all files."""
+        for name, content in self.description.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        for name, tensors in self.tensors.items():
+            save_file(tensors, folder / name)
+
+
 class Contents(NamedTuple):
     """The objects of a run that are saved in its checkpoints and loaded from them."""
 
     objects: TrainingObjects
     spec: ModelSpec
     datasets: Datasets  # of --streaming the position is saved
-    state: ShardedState | None  # of this rank; None with --eval_only
+    sharded: ShardedState | None  # of this rank; None with --eval_only
 
     @property
     def shards(self) -> ShardedState:
         """The weights and optimizer states of this rank; --eval_only loads and saves none."""
-        assert self.state is not None
-        return self.state
+        assert self.sharded is not None
+        return self.sharded
 
     def manifest(self, counters: JsonObject, identity: JsonObject) -> JsonObject:
         """Return the manifest without the entries about files and pieces.
@@ -61,17 +77,33 @@ class Contents(NamedTuple):
             "shapes": {name: list(shape) for name, shape in shards.shapes.items()},
         }
 
-    def write_whole(self, folder: Path) -> None:
-        """Write what has no pieces: description, buffers, states of whole parameters."""
+    @property
+    def kind(self) -> str | None:
+        """The kind of the rows; of a stream it is known when rows were read."""
+        return self.datasets.kind
+
+    def describe(self, folder: Path) -> dict[str, bytes]:
+        """Write configuration and tokenizer to the folder `model` in `folder`; return the files."""
         from distributed_training.model.description import write_description  # not at the start
 
-        write_description(self.spec, folder / "model", self.datasets.kind)
+        write_description(self.spec, folder / "model", self.kind)
+        paths = (path for path in (folder / "model").rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+    def whole_parts(self, description: dict[str, bytes]) -> WholeParts:
+        """Return a copy of what has no pieces: buffers, states of whole parameters.
+
+        Args:
+            description: what `describe` returned.
+        """
         buffers = {} if self.spec.lora else persistent_buffers(self.objects.module)
-        states = self.shards.whole_states()
-        for tensors, name in ((buffers, files.BUFFERS), (states, files.WHOLE_STATES)):
-            if tensors:
-                on_host = {key: t.detach().cpu().clone() for key, t in tensors.items()}
-                save_file(on_host, folder / name)
+        found = {files.BUFFERS: buffers, files.WHOLE_STATES: self.shards.whole_states()}
+        tensors = {
+            name: {key: t.detach().cpu().clone() for key, t in of_file.items()}
+            for name, of_file in found.items()
+            if of_file
+        }
+        return WholeParts(description, tensors)
 
     def load_weights(self, path: Path, manifest: JsonObject) -> None:
         """Load weights, optimizer states and buffers, after a check of all shapes."""

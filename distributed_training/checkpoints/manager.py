@@ -1,9 +1,9 @@
 """Save and load checkpoints, in one format for all strategies and numbers of ranks.
 
-docs/CHECKPOINTS.md lists the files of a checkpoint. They are written to a folder with a temporary
-name and flushed to disk, the manifest last; then the folder is renamed. A piece records which
-elements of which parameter it holds, but nothing about strategies or ranks, so that any strategy on
-any number of ranks can load it.
+docs/CHECKPOINTS.md lists the files of a checkpoint. A thread writes them from a copy of the states
+to a folder with a temporary name and flushes them to disk, the manifest last; then it renames the
+folder. A piece records which elements of which parameter it holds, but nothing about strategies or
+ranks, so that any strategy on any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from distributed_training import console
 from distributed_training.checkpoints import signature
 from distributed_training.checkpoints.contents import Contents
 from distributed_training.checkpoints.folder import CheckpointFolder
-from distributed_training.checkpoints.writing import write_checkpoint
 from distributed_training.data.opening import Datasets
 from distributed_training.errors import TrainingError
 from distributed_training.files.json_types import JsonObject
@@ -36,6 +35,7 @@ from distributed_training.train_state import NEW_RUN, TrainState
 
 if TYPE_CHECKING:
     from distributed_training.checkpoints.find import FoundCheckpoint
+    from distributed_training.checkpoints.saver import Saver
 
 
 @dataclass
@@ -55,6 +55,7 @@ class CheckpointManager:
     _best_at: Path | None = None  # the best checkpoint of a run that continues from another folder
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
     _stop: DelayedFlag = field(default_factory=DelayedFlag)
+    _saver: Saver | None = None  # from the first save on
 
     @classmethod
     def create(
@@ -71,11 +72,13 @@ class CheckpointManager:
         identity = signature.run_signature(settings, ctx, spec, datasets, objects.module)
         if training.load_best_at_end:  # before the training, during which the files may change
             from distributed_training.checkpoints import other_runs, verify  # noqa: F401
-        state = None if training.eval_only else objects.sharded_state(ctx.device)
+        sharded = None if training.eval_only else objects.sharded_state(ctx.device)
+        if sharded and not output.no_save:  # a signal may save at any step
+            from distributed_training.checkpoints import saver  # noqa: F401
         return cls(
             ctx,
             folder,
-            Contents(objects, spec, datasets, state),
+            Contents(objects, spec, datasets, sharded),
             output,
             training.load_best_at_end,
             identity,
@@ -94,7 +97,9 @@ class CheckpointManager:
     @property
     def may_save(self) -> bool:
         """Whether this run saves checkpoints."""
-        return self.folder.is_shared and self.contents.state is not None and not self.output.no_save
+        return (
+            self.folder.is_shared and self.contents.sharded is not None and not self.output.no_save
+        )
 
     @property
     def continues_folder(self) -> bool:
@@ -164,6 +169,7 @@ class CheckpointManager:
 
     def load_best(self, best: int, now: int) -> None:
         """Load the weights of the best evaluation's step; if damaged, those of `now` stay."""
+        self.finish_saving()
         best_folder = self.folder.of_step(best)
         if best == now:
             self.best_is_loaded, self._loaded_from = True, best_folder
@@ -180,6 +186,7 @@ class CheckpointManager:
 
     def load_saved(self, step: int) -> None:
         """Load the weights and optimizer states of a checkpoint that this process has saved."""
+        self.finish_saving()
         folder = self.folder.of_step(step)
         manifest, problem = self._verified(folder)
         if problem:
@@ -203,40 +210,84 @@ class CheckpointManager:
         self.save(state)
         if self.ctx.is_main:
             # With regular saves --keep_last decides which checkpoints are removed.
-            saves_regularly = self.output.save_every or self.output.save_epochs
-            self.folder.replace_best(state.step, keeps_old=bool(saves_regularly))
+            keeps_old = bool(self.output.save_every or self.output.save_epochs)
+            mark = partial(self.folder.replace_best, state.step, keeps_old)
+            if self._saver is None:  # the run was resumed at this step
+                mark()
+            else:
+                self._saver.when_complete(mark)
 
     def save_before_stop(self, state: TrainState) -> None:
         """Save a checkpoint because of a stop signal, or raise a TrainingError."""
         if not self.may_save:
             raise TrainingError("Stopped by a signal, without a checkpoint.")
-        self.save(state)
+        self.save_now(state)
 
-    def save(self, state: TrainState, announced: bool = True) -> None:
-        """Save a checkpoint of the current step, unless there is one; it is on disk afterwards.
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint of the current step, unless there is one, while training continues.
+
+        Raises:
+            TrainingError: the one before cannot be written. Rank 0 raises it, which ends the other
+                ranks. If this one cannot, `check_saving` does, and nothing unfinished remains.
+        """
+        if state.step != self._saved_at:
+            self._save(state, background=True)
+
+    def save_now(self, state: TrainState, announced: bool = True) -> None:
+        """Save as `save`; the checkpoint is on disk afterwards.
 
         Args:
             announced: print its path and the time that it took.
-        Raises:
-            TrainingError: it cannot be written. All ranks raise it, and nothing unfinished remains.
         """
-        if state.step == self._saved_at:
-            return
+        if state.step != self._saved_at:
+            self._save(state, False, announced)
+        self.finish_saving()
+
+    def _save(self, state: TrainState, background: bool, announced: bool = True) -> None:
+        from distributed_training.checkpoints.saver import Saver  # not if nothing is saved
+
+        if self._saver is None:
+            self._saver = Saver(self.folder, self.contents, self.ctx)
         started = time.monotonic()
         with console.bar("Saving a checkpoint", unit=""):
             manifest = self.contents.manifest(state.counters(), self.identity)
-            write_checkpoint(self.folder, state.step, self.contents, manifest, self.ctx)
+            self._saver.save(state.step, manifest, background, announced)
         self._saved_at = state.step
         self.seconds.append(time.monotonic() - started)
-        if announced:
-            console.print0(f"💾 {self.folder.of_step(state.step)} ({self.seconds[-1]:.1f} s)")
+
+    def check_saving(self) -> None:
+        """Raise the TrainingError of a save that failed in the background (rank 0)."""
+        if self._saver is not None:
+            self._saver.check()
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is on disk; see `save` for the errors."""
+        if self._saver is not None:
+            with console.bar("Saving a checkpoint", unit=""):
+                self._saver.wait()
+
+    @property
+    def saves(self) -> JsonObject:
+        """Number and seconds of the saves of this process, for results.json."""
+        saver = self._saver
+        return {
+            "count": saver.count if saver else 0,
+            "wait_seconds": saver.wait_seconds if saver else 0.0,
+            "write_seconds": saver.write_seconds if saver else 0.0,
+        }
 
     def trained_model(self, state: TrainState | None) -> TrainedModel:
         """Return what an export needs; `state` is None for a completed run."""
-        keep = partial(self._keep_weights, state)
-        contents = self.contents
-        parts = (self.ctx, contents.spec, contents.objects, contents.state, contents.datasets.kind)
-        return TrainedModel(*parts, self.identity, self.best_is_loaded, keep)
+        return TrainedModel(
+            ctx=self.ctx,
+            spec=self.spec,
+            objects=self.objects,
+            sharded=self.contents.sharded,
+            kind=self.contents.datasets.kind,
+            identity=self.identity,
+            is_best=self.best_is_loaded,
+            keep_weights=partial(self._keep_weights, state),
+        )
 
     def _keep_weights(self, state: TrainState | None) -> Path | None:
         """Return a checkpoint with the weights of a model whose export failed, or None.
@@ -246,7 +297,7 @@ class CheckpointManager:
         if self.best_is_loaded or state is None:
             return self._loaded_from
         try:
-            self.save(state)
+            self.save_now(state)
         except TrainingError as error:
             console.warn(str(error))
             return None

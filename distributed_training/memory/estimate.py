@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from distributed_training.hardware import HOPPER
 from distributed_training.optimizers import OPTIMIZERS
+from distributed_training.strategies.strategy import Strategy
 from distributed_training.strategies.table import STRATEGIES
 from distributed_training.units import GB, KB, MB
 from distributed_training.workload import activations
-from distributed_training.workload.activations import BACKWARD, LOSS, STEP, Term
+from distributed_training.workload.activations import BACKWARD, LOSS, SAVING, STEP, Term
 from distributed_training.workload.workload import Dtypes, Workload
 
 # Allowances for the CUDA context, cuBLAS and NCCL, and for fragmentation. docs/PLAN.md compares
@@ -29,7 +30,8 @@ CPU_LIBRARIES, CPU_SLACK = 410 * MB, 1.2
 
 
 # Of an estimate, in results.json and in the planner's JSON.
-SIZES = "parameters gradients optimizer buffers activations logits peak host nvme sent".split()
+SIZES = """parameters gradients optimizer buffers activations logits peak host nvme saving
+    sent""".split()
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ class MemoryEstimate:
     peak: int  # the maximum over a step, temporary tensors included
     host: int  # in host memory, for this rank
     nvme: int  # on disk, for this rank
+    saving: int  # in host memory, for this rank: what saves need besides `host`, or else wait
     sent: int  # bytes that this rank sends per step
     library: int  # of the engine's library in a process on a CPU
     device: str  # "cuda" or "cpu"
-    terms: tuple[Term, ...]  # of which the peak, `host` and `nvme` are sums
+    terms: tuple[Term, ...]  # of which the peak, `host`, `nvme` and `saving` are sums
 
     @property
     def total(self) -> int:
@@ -80,7 +83,7 @@ def sum_of(terms: Iterable[Term], phase: str) -> int:
 
 def predict(work: Workload, strategy: str) -> MemoryEstimate:
     """Return the memory estimate of one of STRATEGIES."""
-    row = STRATEGIES[strategy]
+    row = STRATEGIES[strategy].on_ranks(work.world_size)
     dtypes = Dtypes(work.precision in row.autocast_precisions, row.replaces_linear)
     work = replace(work, dtypes=dtypes, reduce_dtype=work.reduce_dtype or row.reduce_dtype)
     states, sent = row.memory_terms(work)
@@ -88,7 +91,7 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     libraries = Term("cuBLAS workspaces", _cublas(work), STEP)
     dequantized = Term("weight converted from 4 bits", work.dequantized, (BACKWARD,))
     temporary = [*activations.loss_terms(work), *activations.dora_terms(work), dequantized]
-    terms = [*states, *saved, *temporary, libraries]
+    terms = [*states, *saved, *temporary, libraries, _copy_for_saves(work, row)]
     on_device = {term.name: term.size for term in states if set(term.phases) & set(STEP)}
     return MemoryEstimate(
         strategy=strategy,
@@ -101,6 +104,7 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
         peak=max(sum_of(terms, phase) for phase in STEP),
         host=sum_of(terms, "host"),
         nvme=sum_of(terms, "nvme"),
+        saving=sum_of(terms, "saving"),
         sent=sent * (work.world_size - 1) // work.world_size,
         library=row.library_bytes,
         device=work.device.type,
@@ -120,10 +124,15 @@ def supporting(work: Workload) -> list[str]:
         name
         for name, strategy in STRATEGIES.items()
         if not strategy.why_not(optimizer)
-        # bitsandbytes' packed weights cannot be sharded.
-        and (strategy.whole_parameters or not work.in_4bit)
-        and not (strategy.gathers_single_layers and work.lora and work.lora.magnitudes)
+        and (strategy.supports_4bit or not work.in_4bit)
+        and not (work.lora and work.lora.magnitudes and not strategy.supports_dora(work.in_4bit))
     ]
+
+
+def _copy_for_saves(work: Workload, row: Strategy) -> Term:
+    """Return the copy of the states that a thread writes to a checkpoint, each rank its part."""
+    size = -(-OPTIMIZERS[work.optimizer].saved_bytes(work.trained, work) // work.world_size)
+    return Term("copy for saves", 0 if row.updates_on == "nvme" else size, SAVING)
 
 
 def _cublas(work: Workload) -> int:

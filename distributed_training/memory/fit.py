@@ -226,6 +226,8 @@ def workload_of(
         UserError: see `adapters`.
     """
     chosen, training = settings.model, settings.training
+    if (attention := chosen.attn_implementation) in ("eager", "flex_attention"):
+        raise UserError(f"The memory estimate does not support --attn_implementation {attention}.")
     return Workload(
         model,
         world_size,

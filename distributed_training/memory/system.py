@@ -4,6 +4,7 @@ import contextlib
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -50,7 +51,11 @@ def memory_limit(device: torch.device) -> int:
 
 def control_group_limits() -> list[int]:
     """Return the memory limits that a scheduler or a container has set (cgroup v2 or v1)."""
-    limits = []
+    return [limit for _, limit in _limited_groups()]
+
+
+def _limited_groups() -> Iterator[tuple[Path, int]]:
+    """Yield the control groups of this process that have a memory limit, and the limit."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             path = line.split(":", 2)[2].lstrip("/")
@@ -58,8 +63,22 @@ def control_group_limits() -> list[int]:
                 group = Path("/sys/fs/cgroup", root, path)
                 for folder in (group, *group.parents):
                     with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-                        limits.append(int((folder / file).read_text()))
-    return limits
+                        yield folder, int((folder / file).read_text())
+
+
+def free_host_bytes() -> int:
+    """Return the bytes of host memory that are free, also below the limits of control groups."""
+    free = [psutil.virtual_memory().available]
+    for folder, limit in _limited_groups():
+        for file in ("memory.current", "memory.usage_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):
+                used = int((folder / file).read_text())
+                lines = map(str.split, (folder / "memory.stat").read_text().splitlines())
+                counts = {name: int(value) for name, value in lines}
+                # The kernel drops these copies of files first.
+                dropped = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+                free.append(limit - used + dropped)
+    return max(0, min(free))
 
 
 def unseen_bytes(device: torch.device) -> dict[str, int] | None:

@@ -3,7 +3,8 @@
 launch         the launcher and the rank of this process; an error before the ranks can communicate
 gpus           whether this machine has GPUs that torch can use; unusable_gpu: if not, why
 tuning         settings that libraries read when they are imported; the GPU and the precision
-process_group  waiting until all ranks have started, and the backend
+process_group  its stores, the software of its ranks, and the settings of torch
+meeting        all ranks meet before there is a process group
 compiler       torch.compile: what it needs of the machine, and its settings
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
 stop           stop signals: their handler, and the agreement of the ranks

@@ -61,6 +61,7 @@ class FailureMonitor:
         self.rank, self.ranks, self.is_watching = 0, 1, False  # until `watch`
         self.watchdog = Watchdog(self.rank, self.ranks)
         self._recorder: Callable[[UserError], bool] = lambda _: True
+        self._complete: Callable[[], None] = lambda: None
         self._memory_advice = MemoryAdvice()
         self._restart: Restart | None = None
         self._restarting = False
@@ -71,6 +72,10 @@ class FailureMonitor:
     def record_with(self, recorder: Callable[[UserError], bool]) -> None:
         """Let `recorder` write an error; it returns False if another rank has written one."""
         self._recorder = recorder
+
+    def complete_first(self, complete: Callable[[], None]) -> None:
+        """Call `complete` before this process exits: it waits while a checkpoint is written."""
+        self._complete = complete
 
     def explain_memory_with(self, describe: Callable[[], list[str]]) -> None:
         """Print also these lines, on what uses the memory, if memory runs out."""
@@ -137,6 +142,8 @@ class FailureMonitor:
         results.json is written first, by this thread, which needs no other thread and little
         memory. Only the rank that fails first reports: the errors of the others are consequences.
         """
+        if isinstance(error, KeyboardInterrupt):  # a second Ctrl-C ends the run at once
+            self._complete = lambda: None
         # A library may convert the exception of the signal, or report that its compiler was killed.
         shown = Stopped.by(self.stop.name) if self.stop.ended_start else explain(error)
         if isinstance(shown, OutOfMemory) and shown.on_host:
@@ -194,6 +201,7 @@ class FailureMonitor:
 
     def _leave(self, code: int) -> NoReturn:
         self._ending.set()
+        self._complete()
         self.watchdog.files.close()
         remove_temporary_folders()
         exit_now(code)  # not sys.exit: the destructor of a communicator with a lost peer can hang
@@ -208,6 +216,7 @@ class FailureMonitor:
         def give_up() -> None:
             if line and not self._ending.is_set():
                 os.write(2, f"{line}\n".encode())
+            self._complete()
             os._exit(code)
 
         with contextlib.suppress(RuntimeError, MemoryError):  # this host cannot start a thread

@@ -4,6 +4,7 @@ run_folder      the output folder: its lock, and results.json from the start to 
 start_log       what a run reports before its training: model, data, memory by phase
 balancing       how a run lets something change the shares of its ranks; rounded_shares: a notice
 run             the objects of a run whose training starts
+prepare_deepspeed  the steps before DeepSpeed's engine is created
 signatures      the run signatures of a run that was resumed
 run_end         the end of a run: best weights, results, exported model, generated texts
 memory_plan     the memory plan of a run in progress, which a tool makes

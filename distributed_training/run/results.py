@@ -129,9 +129,10 @@ def _share_of_peak(rate: float, ctx: DistContext, spec: ModelSpec) -> float | No
     peak = peak_flops(ctx.device, ctx.precision)
     if peak is None:
         return None
-    config, matmul = spec.text_config, (spec.counts.matmul, spec.counts.trainable_matmul)
-    shape = config.num_hidden_layers, config.hidden_size, spec.seq_length
-    return rate * flops_per_token(*matmul, *shape) / peak
+    counts, config = spec.counts, spec.text_config
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    flops = flops_per_token(counts.matmul, counts.trainable_matmul, layers, hidden, spec.seq_length)
+    return rate * flops / peak
 
 
 def _memory(ctx: DistContext, meter: StepMeter, optim: str, plan: MemoryPlan) -> dict:

@@ -197,7 +197,7 @@ class Run(NamedTuple):
         state = self.state
         self.log.flush()
         self.manager.save_before_stop(state)
-        self.folder.record(**results.progress(state))
+        self.folder.record(**results.progress(state), saves=self.manager.saves)
         self.folder.end("preempted", "stopped by a signal; a checkpoint was saved")
         console.print0(
             f"⏸️  Stopped by a signal after step {state.step} of {state.total_steps}: "

@@ -81,6 +81,7 @@ class RunEnd:
         """
         run.meter.memory.note("trained")
         self.ctx.monitor.training_ends()  # no step is expected any more
+        run.manager.finish_saving()
         if (stream := run.datasets.stream) is not None:
             self.folder.record(dataset=stream.summary())
         if self.settings.training.load_best_at_end:
@@ -115,6 +116,7 @@ class RunEnd:
         best = state.best or {}
         self.folder.record(
             checkpoint_seconds=run.manager.seconds,
+            saves=run.manager.saves,
             **results.progress(state),
             eval_loss=eval_loss,
             perplexity=None if eval_loss is None else units.perplexity_of(eval_loss),

@@ -1,10 +1,20 @@
 """The run signatures of a run that was resumed: a resume may change settings (results.json)."""
 
-from distributed_training.files.json_types import JsonObject, anything, dict_of, is_count, record
+from typing import TypedDict
+
+from distributed_training.files.checked_types import Count, has_type
+from distributed_training.files.json_types import JsonObject
 
 KEY = "signatures"
-PARTS = dict.fromkeys(("hard", "soft", "told"), dict_of(anything))
-IS_SIGNATURE = record({"from_step": is_count, **PARTS})
+
+
+class Signature(TypedDict):
+    """A run signature, and the first step that had it."""
+
+    from_step: Count
+    hard: dict[str, object]
+    soft: dict[str, object]
+    told: dict[str, object]
 
 
 def signatures_of(results: JsonObject) -> list[JsonObject]:
@@ -14,10 +24,10 @@ def signatures_of(results: JsonObject) -> list[JsonObject]:
         results: the content of results.json.
     """
     recorded = results.get(KEY)
-    if isinstance(recorded, list) and recorded and all(map(IS_SIGNATURE, recorded)):
+    if has_type(recorded, list[Signature]) and recorded:
         return recorded
     only = {"from_step": 1, **(results.get("run_signature") or {})}
-    return [only] if IS_SIGNATURE(only) else []
+    return [only] if has_type(only, Signature) else []
 
 
 def after_resume(results: JsonObject, identity: JsonObject, step: int) -> list[JsonObject]:

@@ -15,12 +15,15 @@ from distributed_training.data.opening import Datasets
 from distributed_training.hardware import computes_bf16, cpu_fact
 from distributed_training.memory.measure import MemoryByPhase
 from distributed_training.model.spec import ModelSpec
+from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.ranks.context import DistContext
 from distributed_training.run.memory_plan import MemoryPlan, PlanRun
 from distributed_training.run.run_folder import RunFolder
 from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import Strategy
+from distributed_training.strategies.table import STRATEGIES
+from distributed_training.strategies.wrapped import base_optimizer
 from distributed_training.units import human_count
 
 
@@ -86,6 +89,13 @@ class StartLog:
         say_settings(training, self.ctx)
         console.print0(console.RULE)
 
+    def strategy_chosen(self, requested: Strategy, trains: Strategy) -> None:
+        """Say so if the run trains as under another strategy than --strategy, see `on_ranks`."""
+        if trains is not requested:
+            rows = STRATEGIES.items()
+            name = next(name for name, row in rows if row.sharded == trains.sharded)
+            console.print0(f"📋 One rank has nothing to shard: the run trains as under {name}")
+
     def dataset_ready(self, datasets: Datasets, training: TrainingSettings) -> None:
         """Print and record the size of the data."""
         if training.eval and self.ctx.is_main and datasets.validation.num_sequences:
@@ -97,6 +107,14 @@ class StartLog:
             count = f"{blocks:,} validation samples"
         ready = count if datasets.train.num_sequences else "validation data only"
         console.print0(f"✅ Dataset ready: {ready}")
+
+    def wrapped(self, optim: str, optimizer: object) -> None:
+        """Print what --optim updates; `optimizer` is None if nothing is trained."""
+        self.memory.note("wrapped")
+        if optimizer is None:
+            return
+        if line := OPTIMIZERS[optim].summary(base_optimizer(optimizer)):
+            console.print0(f"✅ {line}")
 
     def model_loaded(self, spec: ModelSpec) -> None:
         """Print and record the size of the model."""

@@ -17,7 +17,7 @@ from distributed_training.memory.measure import AFTER, MemoryByPhase, StepMemory
 from distributed_training.model.spec import ModelSpec
 from distributed_training.ranks.comm_volume import Traffic
 from distributed_training.ranks.context import DistContext
-from distributed_training.records.results_types import PHASES
+from distributed_training.records.metrics_file import PHASES
 from distributed_training.strategies.objects import TrainingObjects
 from distributed_training.train_state import TrainState
 
@@ -29,13 +29,13 @@ def loss_bytes(
     vocabulary = spec.text_config.vocab_size
 
     def kept_by_loss() -> int:
-        # Of the step that is measured, which is not counted yet.
-        tokens = state.ranks.at(state.step + 1)[ctx.rank] * spec.seq_length
         if not spec.chunked_loss:  # cross_entropy keeps the log-probabilities in fp32
-            return 4 * tokens * vocabulary
-        if compiled and fits_in_graph(tokens, vocabulary, ctx.device.type):
-            return ctx.dtype.itemsize * tokens * vocabulary  # the logits
-        return objects.module.get_output_embeddings().kept_bytes
+            # Of the step that is measured, which is not counted yet.
+            return 4 * state.ranks.at(state.step + 1)[ctx.rank] * spec.seq_length * vocabulary
+        head = objects.module.get_output_embeddings()
+        if compiled and fits_in_graph(head.tokens, vocabulary, ctx.device.type):
+            return ctx.dtype.itemsize * head.tokens * vocabulary  # the logits
+        return head.kept_bytes
 
     return kept_by_loss
 
@@ -55,6 +55,8 @@ def create_meter(
     measured = state.total_steps - sum(state.step < step <= state.total_steps for step in skipped)
     if state.patience:  # early stopping may end the run at any step, so an early one is measured
         measured = min(measured, state.step + 5)
+    if graphs := step_memory.objects.graphs:  # a replay does not allocate
+        measured = min(measured, state.step + graphs.eager_steps)
     return StepMeter(memory, step_memory, ctx.monitor.watchdog.traffic, state.step, measured)
 
 

@@ -6,7 +6,16 @@ import time
 
 import pytest
 from cluster_work import ranks_of, reached
-from conftest import FAULT, SCRIPT, SMALL, descendants_of_test, finish, launcher_command, start
+from conftest import (
+    FAULT,
+    SCRIPT,
+    SMALL,
+    descendants_of_test,
+    finish,
+    launcher_command,
+    slow,
+    start,
+)
 
 WORK = ["--seq_length", "32", "--batch_size", "2", "--no_eval"]
 
@@ -65,6 +74,23 @@ def test_loss_that_is_not_finite_stops_the_run(script, strategy):
     assert "The loss is nan" in run.error
     assert run.results["status"] == "failed"
     assert len(run.losses) == 3  # the steps before it are on record
+
+
+@pytest.mark.parametrize(
+    "stage, precision", [(2, "bf16"), slow(3, "bf16"), slow(1, "fp32"), slow(1, "bf16")]
+)
+def test_loss_that_is_not_finite_stops_with_a_file_without_check_grad_overflow(
+    script, small_gpt2, tmp_path, stage, precision
+):
+    """DeepSpeed 0.19.8 skips such an update, and counts the step, unless the key is false."""
+    zero = {"stage": stage}
+    content = {"bf16": {"enabled": "auto"}, "zero_optimization": zero, "gradient_clipping": 1.0}
+    (file := tmp_path / "ds.json").write_text(json.dumps(content))
+    work = [*WORK, "--model", small_gpt2, *SMALL, "--ds_config", file, "--precision", precision]
+    run = script(*work, "--save_every", "1", program=FAULT, env={"FAULT": "nan:2"}, ok=False)
+    assert run.code == 1 and "The loss is nan at step 2" in run.error and len(run.losses) == 1
+    saved = [path.name for path in (run.folder / "checkpoints").glob("step-*")]
+    assert saved == ["step-00000001"]
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])

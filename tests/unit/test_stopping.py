@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from small_models import CONFIGS
 from tool_templates import MISTRAL, QWEN, QWEN_BLOCKS, with_template
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from distributed_training.data.chat_template import use_plain_template
+from distributed_training.data.special_tokens import tokenizer_fingerprint
 from distributed_training.model.description import write_description
+from distributed_training.model.older_keys import write_tokenizer
 from distributed_training.model.spec import ModelSpec, WeightSource
 from distributed_training.model.stopping import end_ids, generation_after_training
 
@@ -89,3 +91,29 @@ def test_the_written_file_of_a_base_model_that_was_trained_on_conversations(tmp_
     written = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     ends = tokenizer.convert_tokens_to_ids([EOS, "<|im_end|>"])
     assert written["eos_token_id"] == sorted(ends) and written["bos_token_id"] == 0
+
+
+def test_gpt2_has_the_key_that_other_programs_read(tmp_path):
+    """llama.cpp's converter ends with KeyError: 'n_ctx' without it; transformers 5 has no default."""
+    tokenizer = tokenizer_with(QWEN)
+    source = WeightSource(str(Path()), 0)
+    spec = ModelSpec(CONFIGS["gpt2"], tokenizer, GenerationConfig(), source, 16)
+    write_description(spec, tmp_path / "hf", "text")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["n_ctx"] == written["n_positions"] == CONFIGS["gpt2"].n_positions
+    assert not hasattr(CONFIGS["gpt2"], "n_ctx")
+
+
+def test_the_tokenizer_has_the_names_of_transformers_4(tmp_path):
+    """It ends with an error at those of version 5."""
+    tokenizer = tokenizer_with(QWEN)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|more|>"]})
+    tokenizer.save_pretrained(tmp_path / "plain")
+    write_tokenizer(tokenizer, tmp_path / "older")
+    written = json.loads((tmp_path / "older" / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "<|more|>" in written["additional_special_tokens"]
+    plain, older = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("plain", "older"))
+    assert type(older) is type(plain)
+    assert older.all_special_tokens == plain.all_special_tokens
+    assert tokenizer_fingerprint(older) == tokenizer_fingerprint(plain)

@@ -25,7 +25,14 @@ from distributed_training.errors import (
     UserError,
     explain,
 )
-from distributed_training.ranks import comm_volume, failures, process_group, rank_states, watchdog
+from distributed_training.ranks import (
+    comm_volume,
+    failures,
+    meeting,
+    process_group,
+    rank_states,
+    watchdog,
+)
 from distributed_training.ranks.failures import FailureMonitor
 from distributed_training.ranks.hang_report import diagnosis
 from distributed_training.ranks.launch import Launch
@@ -142,15 +149,15 @@ def test_one_rank_reports_a_collective_that_waits(ranks, tmp_path, monkeypatch, 
 def test_missing_ranks_are_named(monkeypatch, capsys):
     """After some seconds by a line; at the end by the error of the first of the others."""
 
-    monkeypatch.setattr(process_group, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(process_group, "exit_now", sys.exit)
+    monkeypatch.setattr(meeting, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "exit_now", sys.exit)
     store = dist.HashStore()
 
     def meet(rank: int) -> BaseException | None:
         launch = Launch("torchrun", rank, rank, 4, 4, 0, "a", 29500)
-        return process_group.meet(store, launch, 0.5, process_group.RankDevice("cpu"))
+        return meeting.meet(store, launch, 0.5, meeting.RankDevice("cpu"))
 
-    monkeypatch.setattr(process_group.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
     with ThreadPoolExecutor(2) as pool:
         first, second = [pool.submit(meet, rank) for rank in (0, 2)]
         assert "2 of 4 ranks have not arrived (ranks 1, 3)" in str(first.exception())
@@ -164,7 +171,7 @@ def test_the_ranks_of_a_new_start_meet_in_the_store_of_an_earlier_one():
 
     def meet(rank: int) -> str:
         launch = Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500)
-        return process_group.meet(store, launch, 5, process_group.RankDevice("cpu"))
+        return meeting.meet(store, launch, 5, meeting.RankDevice("cpu"))
 
     starts = []
     for _ in range(2):
@@ -185,14 +192,14 @@ def test_the_ranks_of_a_new_start_meet_in_the_store_of_an_earlier_one():
 )
 def test_a_rank_without_the_device_of_the_others_is_named(monkeypatch, own, says):
     """At once by rank 0; the other ranks exit."""
-    monkeypatch.setattr(process_group, "exit_now", sys.exit)
-    monkeypatch.setattr(process_group.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
-    store, device = dist.HashStore(), process_group.RankDevice(*own)
+    monkeypatch.setattr(meeting, "exit_now", sys.exit)
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds, wait=time.sleep: wait(0.05))
+    store, device = dist.HashStore(), meeting.RankDevice(*own)
 
     def meet(rank: int) -> BaseException | None:
         launch = Launch("torchrun", rank, rank, 3, 3, 0, "a", 29500)
-        own = device if rank == 1 else process_group.RankDevice("cuda", f"GPU-{rank}", 2)
-        return process_group.meet(store, launch, 60, own)
+        own = device if rank == 1 else meeting.RankDevice("cuda", f"GPU-{rank}", 2)
+        return meeting.meet(store, launch, 60, own)
 
     with ThreadPoolExecutor(3) as pool:
         ranks = [pool.submit(meet, rank) for rank in range(3)]
@@ -210,8 +217,8 @@ def test_a_rank_without_a_device_reports_to_rank_0(monkeypatch):
         raise UserError("only 1 GPU")
 
     monkeypatch.setattr(process_group, "choose_device", fail)
-    monkeypatch.setattr(process_group, "connect", lambda *_: None)
-    monkeypatch.setattr(process_group, "meet", lambda *args: told.append(args[-1].problem))
+    monkeypatch.setattr(meeting, "connect", lambda *_: None)
+    monkeypatch.setattr(meeting, "meet", lambda *args: told.append(args[-1].problem))
     for rank in (0, 1):
         launch = Launch("torchrun", rank, rank, 2, 2, 0, "a", 29500)
         with pytest.raises(UserError, match="only 1 GPU"):
@@ -225,8 +232,8 @@ def test_two_processes_of_one_rank_are_refused():
     store.set("meeting/3", "start/x")
     with ThreadPoolExecutor(2) as pool:
         # A process waits 5 seconds longer, for the error of rank 0.
-        device = process_group.RankDevice("cpu")
-        two = [pool.submit(process_group.meet, store, launch, -4.5, device) for _ in range(2)]
+        device = meeting.RankDevice("cpu")
+        two = [pool.submit(meeting.meet, store, launch, -4.5, device) for _ in range(2)]
         assert any("has rank 1, too" in str(each.exception()) for each in two)
 
 
@@ -235,7 +242,7 @@ def test_a_name_without_an_address_ends_the_run(rank):
     """Also of the rank that hosts the store: torch would wait for the name until its timeout."""
     launch = Launch("python", rank, rank, 2, 2, 0, "no-such-host.invalid", 29500)
     with pytest.raises(TrainingError, match=r"no-such-host\.invalid:29500 \(.*an address here"):
-        process_group.connect(launch, 0.1)
+        meeting.connect(launch, 0.1)
 
 
 # ------------------------------------------------------------------------ signals and reporting
