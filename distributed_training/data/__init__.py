@@ -1,9 +1,11 @@
 """The training data: from --dataset to batches of token ids.
 
 opening         from --dataset to the training and validation sequences of a run
-sources         where rows come from: Python's reference, files (row_files), or the hub (row_hub)
+sources         where rows come from: Python's reference, files (row_files), or the hub (row_hub,
+                hub_json for its JSON files)
+file_types      the types of files, one module each; file_type: what each answers; text_files
 folder_splits   which files of a folder are trained on, and which are evaluated on
-rows            the formats of rows
+rows            from the keys of a row to an example; row_formats: one class for each format
 refused_rows    answers that are not to be imitated, tools under another key, tables of pandas
 special_tokens  tokens that begin a text, and those that end an answer
 conversations   conversations and pairs of prompt and completion, from the keys of a row
@@ -13,6 +15,7 @@ turn_ends       the tokens that end an assistant's turn in a chat template
 chat            both as token ids, and the prompt of --generate; examples: those of a corpus
 chat_notices    notices about a chat template, and about answers that do not end
 token_cache     a corpus tokenized once, in the cache of the node; tokenize: how
+document_tokenizer  texts of any length as token ids
 corpus          the sequences of one tokenized corpus; mixture: of several in one epoch
 sequences       which tokens a sequence has, and the tensors of a micro-batch; packing: --packing
 token_file      arrays in files of the cache, compared with what was verified when they are read

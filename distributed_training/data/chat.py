@@ -13,6 +13,7 @@ import numpy as np
 
 from distributed_training.data.chat_template import Chat, ChatTemplate, answer, text_of
 from distributed_training.data.conversations import Message
+from distributed_training.data.document_tokenizer import DocumentTokenizer
 from distributed_training.data.facts import DatasetFacts
 from distributed_training.data.rows import Row
 from distributed_training.data.special_tokens import end_finder, start_of
@@ -38,7 +39,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer)
-        self.start = start_of(tokenizer)
+        self.start, self.documents = start_of(tokenizer), DocumentTokenizer(tokenizer)
 
     def encode(self, row: Row) -> Example:
         """Return a row as token ids.
@@ -81,30 +82,25 @@ class Encoder:
         return _masked(ids, (np.arange(len(ids)) >= len(before)) | row.trains_all)
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        pieces = list(self.documents.pieces([text]))
+        encoded = self.documents.encode(pieces) if pieces else []
+        return [token for ids in encoded for token in ids.tolist()]
 
     def _answers(self, chat: Chat, text: str, numbers: Set[int]) -> tuple[list[int], np.ndarray]:
         """Return the ids of a conversation, and which belong to the messages `numbers`."""
         if self.template.has_blocks(bool(chat.tools)):
             return self._by_blocks(chat, text, numbers)
         ranges = self.template.ranges_of(chat, numbers, text)
-        ids, starts, ends = self._places(text)
-        mask = np.zeros(len(starts), dtype=bool)
-        for start, end in ranges:
-            mask |= (starts < end) & (ends > start)
-        return ids, mask
-
-    def _places(self, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Return the ids of a text, and where in the text each begins and ends."""
-        options = {"add_special_tokens": False, "return_offsets_mapping": True}
-        encoded = self.tokenizer(text, verbose=False, **options)
-        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
-        return encoded["input_ids"], starts, ends
+        ids, starts, ends = self.documents.encode_with_places(text)
+        return ids, _mask_of(ranges, starts, ends)
 
     def _by_blocks(self, chat: Chat, text: str, numbers: Set[int]) -> tuple[list[int], np.ndarray]:
-        encoded = self.template.tokenize(chat, with_mask=True)
-        ids, mask = encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool)
-        starts = self._places(text)[1]
+        ids, starts, ends = self.documents.encode_with_places(text)
+        if (ranges := self.template.ranges_of_blocks(chat, text)) is not None:
+            mask = _mask_of(ranges, starts, ends)
+        else:
+            encoded = self.template.tokenize(chat, with_mask=True)
+            ids, mask = encoded["input_ids"], np.array(encoded["assistant_masks"], dtype=bool)
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant" or (
                 number in numbers and "tool_calls" not in message
@@ -177,6 +173,14 @@ class Encoder:
     @cached_property
     def _end_of_completion(self) -> Callable[[np.ndarray], int]:
         return end_finder(self.tokenizer, ())
+
+
+def _mask_of(ranges: list[tuple[int, int]], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return which tokens have a character in one of the ranges."""
+    mask = np.zeros(len(starts), dtype=bool)
+    for start, end in ranges:
+        mask |= (starts < end) & (ends > start)
+    return mask
 
 
 def _says(message: Message) -> bool:

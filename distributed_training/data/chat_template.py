@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # Stands for a text when a conversation is rendered to find the position of the text; the characters
 # around the number are from Unicode's private use area.
 MARK = "\ue000{}\ue001"
+# Begin and end of a {% generation %} block, rendered for the same purpose.
+BLOCK_BEGIN, BLOCK_END = "\ue002", "\ue003"
+BLOCK_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 UNKNOWN_POSITION = (
     "the chat template changes the assistant's {}, so its position is unknown: use a template with "
     "{{% generation %}} blocks (--chat_template FILE, such as recipes/chat_with_tools.jinja)"
@@ -120,11 +123,14 @@ class ChatTemplate:
             return [_with_text_arguments(message) for message in chat.messages]
         return list(chat.messages)
 
-    def _render(self, chat: Chat, messages: list[object], add_generation_prompt: bool) -> str:
+    def _render(
+        self, chat: Chat, messages: list[object], add_generation_prompt: bool, source: str = ""
+    ) -> str:
         with _errors_of_template():
             return self.tokenizer.apply_chat_template(
                 messages,
                 tools=list(chat.tools) or None,
+                chat_template=source or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -225,6 +231,32 @@ class ChatTemplate:
             (self._start_of_answer(chat, number, text[:start]), end)
             for number, (start, end) in zip([*texts, *calling], ranges, strict=True)
         ]
+
+    def ranges_of_blocks(self, chat: Chat, text: str) -> list[tuple[int, int]] | None:
+        """Return the ranges [start, end) of characters of the {% generation %} blocks.
+
+        transformers' own mask has a block up to the end of the conversation if the last character
+        of the block has no token.
+
+        Args:
+            text: of the conversation.
+        Returns:
+            The ranges; None if the template changes what is in its blocks.
+        """
+        source = BLOCK_TAG.sub(_with_mark, self.source(bool(chat.tools)))
+        marked = self._render(chat, self._messages(chat), False, source)
+        pieces = re.split(f"([{BLOCK_BEGIN}{BLOCK_END}])", marked)
+        if "".join(pieces[::2]) != text:
+            return None
+        ranges, place, start = list[tuple[int, int]](), 0, 0
+        for piece in pieces:
+            if piece == BLOCK_BEGIN:
+                start = place
+            elif piece == BLOCK_END:
+                ranges.append((start, place))
+            else:
+                place += len(piece)
+        return ranges
 
     def _start_of_answer(self, chat: Chat, number: int, before: str) -> int:
         """Return where the message of the assistant begins: right after the generation prompt.
@@ -355,6 +387,19 @@ class ChatTemplate:
         after, known = self.after_answer, [*self.special, self.tokenizer.eos_token or ""]
         places = [(after.find(end), -len(end), end) for end in known if end.strip()]
         return min((place for place in places if place[0] >= 0), default=(0, 0, None))[-1]
+
+
+def _with_mark(tag: re.Match[str]) -> str:
+    """Return a tag of a {% generation %} block with a mark inside of the block.
+
+    `set` renders nothing, and trims the white space around it as the tag did.
+    """
+    left, end, right = tag.groups()
+    if end:
+        mark = f"{{%{left} set block_mark = 0 %}}{{{{ '{BLOCK_END}' }}}}"
+        return f"{mark}{{% endgeneration {right}%}}"
+    mark = f"{{{{ '{BLOCK_BEGIN}' }}}}{{% set block_mark = 0 {right}%}}"
+    return f"{{%{left} generation %}}{mark}"
 
 
 def _marked(message: Message, number: int) -> Message:

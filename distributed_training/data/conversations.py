@@ -66,36 +66,13 @@ class Content(TypedDict, total=False):
     messages: list[Message]
     tools: list[Tool]
     untrained: list[int]
+    pieces: list[str]
     context: int
     prompt: str
     completion: str
 
 
-def convert(row: Mapping[str, object], template: Template) -> Content:
-    """Return the content of a row.
-
-    Args:
-        row: values of the keys of a format.
-        template: the tokenizer's chat template. Without one, Alpaca's rows become pairs.
-    Raises:
-        ValueError: the row cannot be used, or is not UTF-8.
-    """
-    for key in ("messages", "conversations"):
-        if key in row:
-            return _conversation(row, _list(row, key))
-    if "instruction" in row:
-        return _alpaca(row, as_chat=bool(template) and not is_plain(template))
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-        prompt, completion = _list(row, "prompt"), _list(row, "completion")
-        name = "prompt and completion, each a list of messages"
-        content = _conversation(row, prompt + completion)
-        return {**content, "format": name, "context": len(prompt)}
-    if tools_of(row.get("tools")):
-        raise ValueError("'tools' needs conversations: a pair of texts has no place for it")
-    return {"kind": "pair", "prompt": _text(row, "prompt"), "completion": _text(row, "completion")}
-
-
-def _conversation(row: Mapping[str, object], messages: Sequence[object]) -> Content:
+def conversation(row: Mapping[str, object], messages: Sequence[object]) -> Content:
     """Return a conversation of messages as a row has them, after those of its other keys."""
     system = _system(row)
     converted = [_message(message) for message in messages]
@@ -110,13 +87,18 @@ def _conversation(row: Mapping[str, object], messages: Sequence[object]) -> Cont
 
 
 def _system(row: Mapping[str, object]) -> list[Message]:
-    return [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
+    return [{"role": "system", "content": text_of(row, "system")}] if row.get("system") else []
 
 
-def _alpaca(row: Mapping[str, object], as_chat: bool) -> Content:
+def instruction(row: Mapping[str, object], as_chat: bool) -> Content:
+    """Return a row of Alpaca's keys as a conversation, or as a pair.
+
+    Args:
+        as_chat: whether the tokenizer has a chat template, other than the plain one.
+    """
     system = _system(row)
-    task, answer = _text(row, "instruction"), _text(row, "output")
-    context = _text(row, "input") if row["input"] else ""
+    task, answer = text_of(row, "instruction"), text_of(row, "output")
+    context = text_of(row, "input") if row["input"] else ""
     if as_chat:
         asked: Message = {"role": "user", "content": "\n".join(filter(None, (task, context)))}
         messages: list[Message] = [*system, asked, {"role": "assistant", "content": answer}]
@@ -128,7 +110,12 @@ def _alpaca(row: Mapping[str, object], as_chat: bool) -> Content:
     return {"kind": "pair", "prompt": question, "completion": answer}
 
 
-def _list(row: Mapping[str, object], name: str) -> list[object]:
+def messages_of(row: Mapping[str, object], name: str) -> list[object]:
+    """Return the messages under a key of a row; they are not checked.
+
+    Raises:
+        ValueError: they are no list, or an empty one.
+    """
     messages = row[name]
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{name!r} is not a list of messages")
@@ -159,7 +146,7 @@ def _message(message: object) -> Message:
     if found["role"] == "tool":
         for key in ("tool_call_id", "name"):
             if message.get(key) is not None:
-                found[key] = _text(message, key)  # type: ignore[literal-required]
+                found[key] = text_of(message, key)  # type: ignore[literal-required]
     return found
 
 
@@ -167,8 +154,8 @@ def _content(content: object, key: str) -> str:
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise ValueError(f"a message has {shown(content)}: only text is trained on")
-        content = "".join(_text(part, "text") for part in content)
-    return _text({key: content}, key)
+        content = "".join(text_of(part, "text") for part in content)
+    return text_of({key: content}, key)
 
 
 def _is_trained(message: object, role: str) -> bool:
@@ -189,7 +176,12 @@ def _is_trained(message: object, role: str) -> bool:
     return train is not False and weight != 0
 
 
-def _text(row: Mapping[str, object], key: str) -> str:
+def text_of(row: Mapping[str, object], key: str) -> str:
+    """Return the text under a key of a row.
+
+    Raises:
+        ValueError: it is no text, or not UTF-8.
+    """
     text = row.get(key)
     if not isinstance(text, str):
         raise ValueError(f"{key!r} is not a string but {shown(repr(text), 40)}")

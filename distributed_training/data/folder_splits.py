@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed_training import console
-from distributed_training.data.row_files import READERS, type_of
+from distributed_training.data.file_types import type_of
 from distributed_training.errors import UserError
 from distributed_training.files.folders import files_of
 from distributed_training.files.user_files import read_user_json, shown
@@ -146,7 +146,7 @@ def splits_of(folder: Path, files: list[Path], config: str | None) -> FilesBySpl
     if saved := _saved_to_disk(folder):
         return saved
     header = _header(folder)
-    rows = [file for file in files if type_of(file) in READERS and file.name not in METADATA]
+    rows = [file for file in files if type_of(file) and file.name not in METADATA]
     is_from_hub = header is not None or (folder / ".gitattributes").exists()
     data = files
     if rows or is_from_hub:

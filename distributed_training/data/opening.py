@@ -45,10 +45,10 @@ class Datasets(NamedTuple):
                 evaluate on although a flag needs evaluations.
         """
         data, training = settings.data, settings.training
-        # Micro-batches are padded to few lengths; to one with --compile, which compiles each
-        # length.
-        one_length = settings.model.compile or ctx.simulated
-        padding = Padding.of(length, one_length, ctx.device.type)
+        # Micro-batches are padded to few lengths; to one if --compile needs a graph for each layer.
+        compiles = settings.model.compile
+        one_length = ctx.simulated or (compiles and settings.strategy.gathers_single_layers)
+        padding = Padding.of(length, one_length, ctx.device.type, compiles)
         datasets = open_datasets(data, training, ctx, tokenizer, padding)
         check_validation(datasets.validation, training)
         return datasets.evaluate_on(training.eval_samples or data.num_samples)

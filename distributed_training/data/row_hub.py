@@ -11,6 +11,8 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from distributed_training import console
+from distributed_training.cli.hub import JSON_ROWS
+from distributed_training.data.hub_json import ROW_COLUMN, rows_builder, value_of
 from distributed_training.data.row_files import reading
 from distributed_training.data.rows import (
     BadRow,
@@ -58,8 +60,14 @@ def builder_of(name: str, config: str | None, revision: str | None) -> DatasetBu
         datasets.disable_progress_bars()
     if name == "wikitext":
         name, config = WIKITEXT, config or "wikitext-2-raw-v1"
+    rows_cache = os.path.join(
+        datasets.config.HF_DATASETS_CACHE, JSON_ROWS, name.replace("/", "___")
+    )
+    is_cached = os.environ.get("HF_HUB_OFFLINE") == "1" and os.path.isdir(rows_cache)
+    where = rows_cache if is_cached else None
     with loading(name):
-        return datasets.load_dataset_builder(name, config, revision=revision)
+        builder = datasets.load_dataset_builder(name, config, revision=revision, cache_dir=where)
+        return rows_builder(builder, rows_cache)
 
 
 def check_stream_states() -> None:
@@ -98,10 +106,13 @@ def open_hub(name: str, data: DataSettings, options: RowOptions, needs_train: bo
             del wanted["train"]
         tables = {role: builder.as_dataset(split=split) for role, split in wanted.items()}
     flag = f"--dataset {name}"
-    columns = columns_of_table(next(iter(tables.values())).column_names, options, flag)
+    names = next(iter(tables.values())).column_names
+    # The rows of JSON files have their keys each; no table says which.
+    is_json = names == [ROW_COLUMN]
+    columns = names if is_json else columns_of_table(names, options, flag)
     splits: dict[str, Rows] = {}
     for role, table in tables.items():
-        selected = columns_to_read(table.column_names, options, flag)
+        selected = names if is_json else columns_to_read(table.column_names, options, flag)
         select = partial(table.select_columns, selected)
         splits[role] = partial(rows_of_table, select, name, f"{flag}, {role}", options)
     commits = [(role, table._fingerprint) for role, table in tables.items()]
@@ -136,7 +147,9 @@ def rows_of_table(
             place: Position = {"row": number, "state": state}
             if (row := next(iterator, None)) is None:
                 return
-            yield place, read_row(row_of_table(row), f"{where}, row {number + 1}", options)
+            line = f"{where}, row {number + 1}"
+            value = value_of(row, line) if ROW_COLUMN in row else row_of_table(row)
+            yield place, read_row(value, line, options)
             state = table.state_dict() if is_stream else None
 
     with reading(where):

@@ -2,14 +2,14 @@
 
 Every use of a corpus reads it through one generator (`Rows`): the token cache, --streaming,
 --show_sample and --prefetch. It yields (position before the row, row), so that a stream can
-continue anywhere. The keys of a row determine its format; a file without rows is text, and one
-document. A row that cannot be used is a `BadRow`.
+continue anywhere. The keys of a row determine its format (`row_formats`); a file without rows is
+text, and one document. A row that cannot be used is a `BadRow`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from distributed_training.console import printable
 from distributed_training.data import refused_rows
 from distributed_training.data.facts import Kinds
+from distributed_training.data.row_formats import FORMATS, RowFormat
 from distributed_training.errors import UserError
 from distributed_training.files.user_files import shown
 from distributed_training.settings.data import DataSettings
@@ -27,16 +28,6 @@ if TYPE_CHECKING:
     from distributed_training.data.conversations import Content, Message, Template
     from distributed_training.data.tools import Tool
 
-# A format's name, the keys that its rows have, and further keys that are read. The first that fits
-# is used.
-FORMATS = (
-    ("messages", ("messages",), ("tools",)),
-    ("ShareGPT (conversations)", ("conversations",), ("system", "tools")),
-    ("prompt and completion", ("prompt", "completion"), ("tools",)),
-    ("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system")),
-    ("text", ("text",), ()),
-)
-ANSWERS = ("messages", "conversations", "completion", "output")  # keys of formats with an answer
 # Keys whose values would not be trained on. A row with a value of one of them that its format does
 # not read cannot be used, except a text.
 UNSUPPORTED = (
@@ -105,8 +96,6 @@ class Position(TypedDict, total=False):
 
 
 PlacedRows = Iterator[tuple[Position, Row | BadRow]]
-# The value of a row, or a BadRow; and its place, for messages.
-RawRows = Iterator[tuple[object, str]]
 # A function from a position (None: the beginning) to the rows from there on.
 Rows = Callable[[Position | None], PlacedRows]
 
@@ -155,16 +144,19 @@ class RowOptions(NamedTuple):
 # ---------------------------------------------------------------------------------- formats of rows
 
 
-def formats_of(keys: Collection[str], options: RowOptions) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the name of each format that fits, and {key: its column} of the keys that it reads."""
+def formats_of(
+    keys: Collection[str], options: RowOptions
+) -> Iterator[tuple[RowFormat, dict[str, str]]]:
+    """Yield each format that fits, and {key: its column} of the keys that it reads."""
     columns = dict(options.columns)
-    for name, required, optional in FORMATS:
-        read = {key: columns.get(key, key) for key in (*required, *optional)}
+    for row_format in FORMATS:
+        required = row_format.required
+        read = {key: columns.get(key, key) for key in (*required, *row_format.optional)}
         if columns.keys() <= set(required) and {read[key] for key in required} <= set(keys):
-            yield name, read
+            yield row_format, read
 
 
-def format_of(keys: Collection[str], options: RowOptions) -> tuple[str, dict[str, str]]:
+def format_of(keys: Collection[str], options: RowOptions) -> tuple[RowFormat, dict[str, str]]:
     """Return the first of `formats_of`.
 
     Raises:
@@ -174,9 +166,9 @@ def format_of(keys: Collection[str], options: RowOptions) -> tuple[str, dict[str
         return found
     columns = dict(options.columns)
     wanted = [
-        " with ".join(repr(columns.get(key, key)) for key in required)
-        for _, required, _ in FORMATS
-        if columns.keys() <= set(required)
+        " with ".join(repr(columns.get(key, key)) for key in row_format.required)
+        for row_format in FORMATS
+        if columns.keys() <= set(row_format.required)
     ]
     raise ValueError(
         f"no {', no '.join(wanted)}, but {shown(', '.join(map(str, keys))) or 'nothing'}: rename "
@@ -191,10 +183,10 @@ def columns_of_table(columns: list[str], options: RowOptions, where: str) -> lis
         where: the table, for messages.
     """
     try:
-        name, read = _format_of_keys(dict.fromkeys(columns, "a value"), options)
+        found, read = _format_of_keys(dict.fromkeys(columns, "a value"), options)
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from error
-    also = () if name == "text" else UNSUPPORTED
+    also = UNSUPPORTED if found.answers else ()
     wanted = dict.fromkeys((*read.values(), *also))
     return [column for column in wanted if column in columns]
 
@@ -205,11 +197,11 @@ def columns_to_read(columns: list[str], options: RowOptions, where: str) -> list
     A row may have nulls in the columns of the first format, and values in those of another one.
     """
     wanted = dict.fromkeys(columns_of_table(columns, options, where))
-    names = []
-    for name, read in formats_of(columns, options):
-        names.append(name)
+    has_answers = False
+    for row_format, read in formats_of(columns, options):
+        has_answers |= bool(row_format.answers)
         wanted |= dict.fromkeys(column for column in read.values() if column in columns)
-    if names != ["text"]:
+    if has_answers:
         wanted |= dict.fromkeys(filter(refused_rows.is_checked, columns))
         wanted |= dict.fromkeys(column for column in UNSUPPORTED if column in columns)
     return list(wanted)
@@ -243,7 +235,8 @@ def read_row(row: object, where: str, options: RowOptions) -> Row | BadRow:
         present = {key: value for key, value in row.items() if not is_null(value)}
         if row and not present and text_column not in row:
             raise ValueError(f"all its values are null ({shown(', '.join(row))})")
-        if text_column in row and next(formats_of(row, options), ("",))[0] == "text":
+        first = next(formats_of(row, options), None)
+        if text_column in row and first and not first[0].answers:
             present.setdefault(text_column, "")  # a document without text
         return _read_object(present, where, options)
     except UnicodeEncodeError as error:
@@ -257,7 +250,9 @@ def is_null(value: object) -> bool:
     return value is None or (isinstance(value, float) and isnan(value))
 
 
-def _format_of_keys(row: dict[str, object], options: RowOptions) -> tuple[str, dict[str, str]]:
+def _format_of_keys(
+    row: dict[str, object], options: RowOptions
+) -> tuple[RowFormat, dict[str, str]]:
     """Do what `format_of` does; the error names what the row has instead of a format."""
     try:
         return format_of(row, options)
@@ -272,28 +267,39 @@ def _read_object(row: dict[str, object], where: str, options: RowOptions) -> Row
     Raises:
         ValueError: it cannot be used.
     """
-    name, columns = _format_of_keys(row, options)
+    row_format, columns = _format_of_keys(row, options)
     values = {key: row.get(column) for key, column in columns.items()}
-    if name == "text":
-        text = values["text"]
-        if not isinstance(text, str):
-            raise ValueError(
-                f"'text' is not a string but {shown(text, 40)}{refused_rows.advice_for(row)}"
-            )
-        text.encode()
-        return Row(where, pieces=[text])
+    if row_format.answers:
+        _check_answers(row, row_format, columns)
+    elif not isinstance(values["text"], str):
+        raise ValueError(
+            f"'text' is not a string but {shown(values['text'], 40)}{refused_rows.advice_for(row)}"
+        )
+    content: Content = {
+        "format": row_format.name,
+        **row_format.content(values, options.chat_template),
+    }
+    trains_all = bool(row_format.answers) and options.train_on == "all"
+    return Row(where, **content, trains_all=trains_all)
+
+
+def _check_answers(
+    row: dict[str, object], row_format: RowFormat, columns: Mapping[str, str]
+) -> None:
+    """Check that a row with an answer has nothing that its format does not read.
+
+    Args:
+        columns: {key of the format: its column}.
+    Raises:
+        ValueError: it has.
+    """
     if advice := refused_rows.advice_for(row):
         raise ValueError(f"not one row but many{advice}")
     used = set(columns.values())
-    answers = [columns[key] for key in ANSWERS if key in columns]
-    refused_rows.check_is_good(row, used, answers)
+    refused_rows.check_is_good(row, used, [columns[key] for key in row_format.answers])
     refused_rows.check_tools(row, used)
     if lost := [key for key in UNSUPPORTED if row.get(key) and key not in used]:
         raise ValueError(f"{lost[0]!r} is not supported: only text is trained on")
-    from distributed_training.data.conversations import convert  # not for rows of text
-
-    content: Content = {"format": name, **convert(values, options.chat_template)}
-    return Row(where, **content, trains_all=options.train_on == "all")
 
 
 def check_kind(row: Row | BadRow, kinds: Kinds) -> Row | BadRow:

@@ -27,6 +27,7 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 # Stored token ids of a part of a sequence, and the id of the token that ends a document in it, if
 # its documents are isolated from each other.
 Part = tuple[np.ndarray, int | None]
+COMPILED_LENGTHS = 4  # of micro-batches with --compile
 
 
 class Padding(NamedTuple):
@@ -38,16 +39,20 @@ class Padding(NamedTuple):
     multiple: int
 
     @classmethod
-    def of(cls, seq_length: int, whole: bool, device_type: str) -> Padding:
+    def of(cls, seq_length: int, whole: bool, device_type: str, compiles: bool = False) -> Padding:
         """Return the padding of a run.
 
         Args:
             seq_length: the most tokens of a sequence, and the length of micro-batches of text.
-            whole: every micro-batch has this length: --compile compiles each length anew, and
-                --simulate_gpus must show the largest memory use.
+            whole: every micro-batch has this length: --simulate_gpus must show the largest use of
+                memory.
             device_type: "cpu" or "cuda".
+            compiles: there are at most COMPILED_LENGTHS, because each is compiled: --compile.
         """
-        return cls(seq_length, seq_length if whole else 64 if device_type == "cuda" else 8)
+        multiple = 64 if compiles or device_type == "cuda" else 8
+        if compiles:  # a fourth of the length, rounded up
+            multiple *= -(-seq_length // (COMPILED_LENGTHS * multiple))
+        return cls(seq_length, seq_length if whole else multiple)
 
     def length(self, longest: np.ndarray | int) -> np.ndarray:
         """Return the length of micro-batches whose longest sequences have `longest` tokens."""

@@ -9,12 +9,12 @@ import numpy as np
 from distributed_training.data.chat import Encoder
 from distributed_training.data.chat_template import use_plain_template
 from distributed_training.data.corpus import TEXT_IS_PACKED
+from distributed_training.data.document_tokenizer import DocumentTokenizer, batches_of
 from distributed_training.data.examples import encode_example
 from distributed_training.data.rows import BadRow
 from distributed_training.data.special_tokens import document_start
 from distributed_training.data.stream_state import Ends
 from distributed_training.data.stream_units import Unit
-from distributed_training.data.tokenize import DocumentTokenizer, batches_of
 from distributed_training.errors import UserError
 
 if TYPE_CHECKING:

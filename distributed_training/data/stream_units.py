@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distributed_training.data.document_tokenizer import Piece
 from distributed_training.data.facts import Kinds
 from distributed_training.data.rows import BadRow, Row, Rows, check_kind
 from distributed_training.data.stream_state import START, Place
 from distributed_training.data.token_cache import check_bad_rows
-from distributed_training.data.tokenize import Piece
 from distributed_training.errors import UserError, redact
 
 

@@ -34,6 +34,17 @@ def refused(script):
     return run
 
 
+def test_layers_of_fsdp_are_checked_before_the_data_is_read(refused, script, tmp_path):
+    """A tied embedding cannot be sharded alone; a layer inside of a sharded one can."""
+    file = tmp_path / "fsdp.json"
+    work = ["--strategy", "fsdp", "--fsdp_config", file, "--max_steps", "1", "--seq_length", "32"]
+    file.write_text('{"transformer_layer_cls_to_wrap": ["GPT2Block", "Embedding"]}')
+    (data := tmp_path / "rows.jsonl").write_text("no row")
+    assert "Embedding cannot be sharded on its own" in refused(*work, "--dataset", data)
+    file.write_text('{"transformer_layer_cls_to_wrap": ["GPT2Block", "GPT2MLP"]}')
+    assert script(*work, "--no_eval", "--no_export").results["status"] == "completed"
+
+
 def test_flags_that_do_not_fit_the_model_or_the_machine(refused):
     assert "512 positions" in refused("--seq_length", "513")
     assert "fp16 needs a GPU" in refused("--precision", "fp16")

@@ -12,7 +12,7 @@ from conftest import assert_close
 from streams import stream_of
 from tokenizer_zoo import tokenizer_of
 
-from distributed_training.data import tokenize
+from distributed_training.data import document_tokenizer
 from distributed_training.errors import UserError
 
 WORK = "--streaming --seq_length 32 --precision fp32 --max_steps 10 --shuffle_buffer 24".split()
@@ -102,7 +102,7 @@ def long_texts(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["gpt2", "llama2"])
 def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind, monkeypatch):
     """One slot: exactly the stream that the cache holds."""
-    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(document_tokenizer, "PIECE_CHARACTERS", 1000)
     folder, texts = long_texts
     tokenizer = tokenizer_of(kind)
     end, stream = tokenizer.eos_token_id, []
@@ -115,7 +115,7 @@ def test_the_tokens_are_those_of_the_whole_texts(long_texts, kind, monkeypatch):
 
 def test_resume_within_a_text_file(long_texts, monkeypatch):
     """After some of the steps, in the first pass and in the next ones: the same blocks follow."""
-    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(document_tokenizer, "PIECE_CHARACTERS", 1000)
     folder, _ = long_texts
     tokenizer = tokenizer_of("gpt2")
     steps = blocks_of(one_rank(folder, tokenizer, 3), 250)

@@ -10,8 +10,8 @@ import pytest
 from streams import ids_of, tokenized
 from tokenizer_zoo import CHINESE, KINDS, SPECIAL, tokenizer_of
 
-from distributed_training.data import tokenize
-from distributed_training.data.tokenize import DocumentTokenizer
+from distributed_training.data import document_tokenizer
+from distributed_training.data.document_tokenizer import DocumentTokenizer
 
 PYDOCS = "\n".join(topics[name] for name in sorted(topics))
 
@@ -72,13 +72,25 @@ def texts_without_spaces() -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", [make.__name__ for make in KINDS])
 def test_a_very_long_text_without_spaces_is_cut_between_other_characters(kind, monkeypatch):
-    monkeypatch.setattr(tokenize, "PATIENCE", 2)
+    monkeypatch.setattr(document_tokenizer, "PATIENCE", 2)
     tokenizer, numbers = tokenizer_of(kind), {}
     for name, text in texts_without_spaces().items():
         numbers[name], ids = in_pieces(tokenizer, text, 1000)
         assert ids == whole(tokenizer, text), name
     cut = kind != "unigram"  # its tokens may depend on distant characters
     assert numbers["base64"] > 5 * cut and numbers["json"] > 5 * cut and numbers["one letter"] == 1
+
+
+@pytest.mark.parametrize("kind", [make.__name__ for make in KINDS])
+def test_places_in_pieces_are_those_in_the_whole_text(kind):
+    tokenizer = tokenizer_of(kind)
+    for name, text in documents_of_every_sort().items():
+        whole = tokenizer(
+            text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
+        )
+        ids, starts, ends = DocumentTokenizer(tokenizer, 1000).encode_with_places(text)
+        assert ids == whole["input_ids"], name
+        assert list(zip(starts, ends, strict=True)) == whole["offset_mapping"], name
 
 
 def test_pieces_of_the_real_size_do_not_depend_on_how_the_file_is_read():

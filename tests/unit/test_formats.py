@@ -2,6 +2,7 @@
 which files of a folder are data, which examples have a target, and what --generate continues.
 """
 
+import gzip
 import json
 from copy import copy
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from streams import ids_of, tokenized
 from tokenizer_zoo import tokenizer_of
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.chat import Encoder, prompt_for, prompt_of
@@ -126,6 +129,20 @@ def test_a_file_in_another_layout_is_refused_with_the_remedy(tmp_path, name):
             raise row if isinstance(row, BadRow) else AssertionError(row)
 
 
+def test_types_of_files_by_their_suffix(tmp_path):
+    """The suffix in any case, and before .gz; every other file is one document."""
+    lines = '{"text": "a"}\n{"text": "b"}\n'
+    for name, documents in (
+        *(("a.jsonl", 2), ("b.NDJSON", 2), ("c.ndjson.gz", 2)),
+        *(("d.txt", 1), ("e.log", 1), ("f", 1), ("g.gz", 1)),
+    ):
+        file = tmp_path / name
+        file.write_bytes(gzip.compress(lines.encode()) if name[-2:] == "gz" else lines.encode())
+        rows = list(rows_of_file(file, RowOptions()))
+        assert len(rows) == documents, name
+        assert "".join("".join(row.pieces) for row in rows) == ("ab" if documents == 2 else lines)
+
+
 def test_a_column_with_another_delimiter_in_its_name(tmp_path):
     (tmp_path / "a.csv").write_text("a;b\nx;y\n")
     [row] = rows_of_file(tmp_path / "a.csv", RowOptions((("text", "a;b"),)))
@@ -201,6 +218,26 @@ def test_only_the_completion_of_a_conversation_is_trained(template):
     assert trained_text(row) == "the dog"
     assert trained_text({"messages": prompt + row["completion"]}) == "the dog" * 2
     assert "says nothing" in trained_text({**row, "completion": turns(("user", "ok"))})
+
+
+@pytest.mark.parametrize("tags", ["{%- {}generation -%}", "{% {}generation %}\n  "])
+def test_a_block_ends_with_a_character_without_a_token(tags):
+    """transformers 5.23.0 marks everything after such a block as the assistant's."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # so that a line break has no token
+    words.train_from_iterator(["fox dog U A ; <e>"], trainers.BpeTrainer(show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>")
+    begin, end = (tags.replace("{}", word) for word in ("", "end"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A " + begin + "{{ m.content + '\n' }}"
+        f"{end}{{% else %}}U {{{{ m.content }}}};{{% endif %}}{{% endfor %}}"
+    )
+    chat = turns(("user", "dog"), ("assistant", "fox"), ("user", "dog"), ("assistant", "fox"))
+    row = read_row({"messages": chat}, "line 1", RowOptions())
+    ids = encode_example(Encoder(tokenizer), row).ids
+    tokens = tokenizer.convert_ids_to_tokens(np.where(ids < 0, ~ids, ids))
+    assert tokens == ["U", "dog", ";", "A", "fox"] * 2
+    assert (ids >= 0).tolist() == [False, False, False, False, True] * 2
 
 
 def test_the_cache_knows_what_changes_the_tokens(tmp_path):

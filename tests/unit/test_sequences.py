@@ -8,6 +8,7 @@ import json
 import os
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from streams import stream_of, tokenized
 from tokenizer_zoo import tokenizer_of
 
 from distributed_training.cli.parse import parse_arguments, parse_datasets
+from distributed_training.data import opening
 from distributed_training.data.corpus import open_split, split_sequences
 from distributed_training.data.mixture import mix
 from distributed_training.data.packing import pack
@@ -74,6 +76,43 @@ def examples_of(inputs, labels, positions) -> list[tuple[list, list]]:
             examples[-1][1].append(label)
     # Each token of the padding is a document of one token.
     return [(ids, labels) for ids, labels in examples if len(ids) > 1]
+
+
+@pytest.mark.parametrize(
+    "seq_length, compiles, lengths",
+    [
+        (2048, True, [512, 1024, 1536, 2048]),
+        (1000, True, [256, 512, 768, 1000]),
+        (300, True, [128, 256, 300]),
+        (64, True, [64]),
+        (48, True, [48]),
+        (256, False, [*range(64, 257, 64)]),
+    ],
+)
+def test_lengths_of_micro_batches_are_few_if_each_is_compiled(seq_length, compiles, lengths):
+    padding = Padding.of(seq_length, False, "cuda", compiles)
+    assert sorted(set(padding.length(np.arange(1, seq_length + 1)).tolist())) == lengths
+    assert all(padding.length(n) >= n for n in range(1, seq_length + 1))
+    whole = Padding.of(seq_length, True, "cuda", compiles)
+    assert whole.length(1) == seq_length
+
+
+@pytest.mark.parametrize(
+    "strategy, simulated, longest",
+    [("dp", False, 64), ("fsdp", False, 64), ("infinity", False, 256), ("dp", True, 256)],
+)
+def test_strategies_with_a_graph_for_each_layer_have_one_length(
+    monkeypatch, strategy, simulated, longest
+):
+    """Infinity's graphs would exceed torch's limit of 8 for each function."""
+    settings = parse_arguments(["--strategy", strategy, "--compile", "--no_eval"])
+    opened = []
+    monkeypatch.setattr(
+        opening, "open_datasets", lambda *args: opened.append(args[-1]) or MagicMock()
+    )
+    ctx = SimpleNamespace(simulated=simulated, device=torch.device("cpu"))
+    opening.Datasets.open(settings, ctx, None, 256)
+    assert opened[0].length(50) == longest
 
 
 def test_packed_sequences_have_the_same_examples(pairs, tmp_path):

@@ -269,11 +269,11 @@ def test_documents_of_a_stream_begin_as_those_of_the_cache(tmp_path, begin):
 
 
 def test_a_long_document_begins_once_and_the_cache_knows_how(tmp_path, monkeypatch):
-    from distributed_training.data import tokenize
+    from distributed_training.data import document_tokenizer
 
     text = " ".join(TEXTS * 200) + "\n"
     (tmp_path / "text.txt").write_text(text)
-    monkeypatch.setattr(tokenize, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(document_tokenizer, "PIECE_CHARACTERS", 1000)
     plain, begins = tokenizer_of("gpt2"), that_begins("gpt2", "<s>")
     ids = ids_of(tokenized(tmp_path / "text.txt", begins, tmp_path / "cache"))
     assert ids.tolist() == begins(text)["input_ids"]
