@@ -6,6 +6,7 @@ optimizer       what every optimizer answers
 adamw, adamw_8bit, adafactor, muon, sgd  one optimizer each
 moments_8bit    AdamW's moments in the 8 bits of bitsandbytes
 muon_and_adamw  the updates of Muon
+flat_matrices   whole matrices whose elements are in the flat partitions of several ranks
 """
 
 from __future__ import annotations

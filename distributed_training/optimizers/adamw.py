@@ -59,6 +59,8 @@ class AdamW(Optimizer):
         device = local_part(key).device if on_device else "cpu"
         base.state[key]["step"] = torch.tensor(float(step), device=device)
 
-    def average_of(self, group: dict) -> tuple[str, float] | None:
+    def average_of(
+        self, base: torch.optim.Optimizer, key: torch.Tensor
+    ) -> tuple[str, float] | None:
         """See the base class."""
-        return MOMENTS[0], group["betas"][0]
+        return MOMENTS[0], base.param_groups[-1]["betas"][0]  # the same for all parameters

@@ -49,6 +49,10 @@ class AdamW8bit(Optimizer):
         """See the base class: fp32 below 4,096 elements."""
         return sum(8 * n if n < 4096 else 2 * n + 2 * 4 * -(-n // 256) for n in sizes)
 
+    def saved_bytes(self, sizes: list[int], work: Trained) -> int:
+        """See the base class."""
+        return 12 * sum(sizes)
+
     def temporary_bytes(self, elements: int, work: Trained) -> int:
         """See the base class: on a CPU five fp32 tensors, on CUDA none."""
         return 20 * elements if work.on_cpu else 0

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distributed_training.optimizers import FLAT, WHOLE
+from distributed_training.errors import UserError
+from distributed_training.optimizers import WHOLE
 from distributed_training.optimizers.adamw import AdamW
 from distributed_training.optimizers.optimizer import MOMENTUM, Hyperparameters, Trained, betas_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import nn
+
+    from distributed_training.model_parts import Piece
 
 DECAY = 0.95  # of the momentum, an average of the gradients
 
@@ -27,12 +32,10 @@ class Muon(AdamW):
 
     def why_not(self, layout: str, updates_on: str) -> str | None:
         """See the base class."""
-        if layout == FLAT:
-            return "DeepSpeed flattens the weights, and Muon needs matrices: use dp or fsdp"
-        return None
+        return "DeepSpeed reads Adam's moments from NVMe" if updates_on == "nvme" else None
 
     def why_not_unequal(self, layout: str) -> str | None:
-        """See the base class; under FSDP all ranks compute each matrix and keep their rows."""
+        """See the base class; each element of a sharded weight is updated by one rank only."""
         if layout == WHOLE:
             return (
                 "each computes whole updates, and GPUs that differ round them differently. Use "
@@ -47,14 +50,39 @@ class Muon(AdamW):
         from distributed_training.model_parts import transformer_blocks
         from distributed_training.optimizers import muon_and_adamw as updates
 
-        dtype = updates.common_dtype(next(model.parameters()))
         groups = separate_matrices(groups, transformer_blocks(model))
         betas, epsilon = betas_of(options), options.adam_epsilon
-        return updates.MuonAndAdamW(groups, options.lr, betas, epsilon, dtype)
+        like = next(model.parameters())
+        return updates.MuonAndAdamW(groups, options.lr, betas, epsilon, like)
+
+    def summary(self, base: torch.optim.Optimizer) -> str:
+        """See the base class."""
+        matrices, rest = base.elements
+        return f"Muon updates {matrices:,} parameters, AdamW {rest:,}"
+
+    def place(
+        self,
+        base: torch.optim.Optimizer,
+        master: torch.Tensor,
+        parameters: dict[str, torch.Tensor],
+        pieces: Iterable[list[Piece]],
+    ) -> None:
+        """See the base class."""
+        from distributed_training.model_parts import full_shape
+
+        if all(map(base.is_in_muon, parameters.values())):
+            shapes = {name: full_shape(parameter) for name, parameter in parameters.items()}
+            base.place(master, shapes, list(pieces))
 
     def state_bytes(self, sizes: list[int], work: Trained) -> int:
         """See the base class: of a shard the same part as of all parameters is in matrices."""
         return 8 * sum(sizes) - 4 * work.in_matrices * sum(sizes) // sum(work.trained)
+
+    def groups_of_matrices(self, sizes: list[int], work: Trained) -> list[list[int]]:
+        """See the base class; sizes that matrices of a block have, see `separate_matrices`."""
+        in_blocks = {a * b for a, b in work.matrices_in_blocks}
+        matrices = [size for size in sizes if size in in_blocks]
+        return [matrices, [size for size in sizes if size not in in_blocks]]
 
     def temporary_bytes(self, elements: int, work: Trained) -> int:
         """See the base class.
@@ -86,11 +114,11 @@ class Muon(AdamW):
         if not base.is_in_muon(key):
             super().set_step(base.adamw, key, step)
 
-    def average_of(self, group: dict) -> tuple[str, float] | None:
+    def average_of(
+        self, base: torch.optim.Optimizer, key: torch.Tensor
+    ) -> tuple[str, float] | None:
         """See the base class."""
-        if "momentum" in group:
-            return MOMENTUM, group["momentum"]
-        return super().average_of(group)
+        return (MOMENTUM, DECAY) if base.is_in_muon(key) else super().average_of(base, key)
 
 
 def separate_matrices(groups: list[dict], blocks: list[nn.Module]) -> list[dict]:
@@ -99,10 +127,20 @@ def separate_matrices(groups: list[dict], blocks: list[nn.Module]) -> list[dict]
     Args:
         groups: the matrices and embeddings, then the other groups.
         blocks: the transformer blocks. Embeddings and the output layer are outside of them.
+    Raises:
+        UserError: there is no such matrix, so that AdamW would update all parameters.
     """
-    in_blocks = {id(p) for block in blocks for p in block.parameters() if p.dim() == 2}
+    from distributed_training.model_parts import full_shape
+
+    parameters = (parameter for block in blocks for parameter in block.parameters())
+    in_blocks = {id(parameter) for parameter in parameters if len(full_shape(parameter)) == 2}
     first, *others = groups
     matrices = [p for p in first["params"] if id(p) in in_blocks]
+    if not matrices:
+        raise UserError(
+            "--optim muon would update no parameter: it found no trained matrix in a transformer "
+            "block of this model. Use --optim adamw."
+        )
     rest = [p for p in first["params"] if id(p) not in in_blocks]
     muon, adamw = {**first, "params": matrices, "momentum": DECAY}, {**first, "params": rest}
     return [group for group in (muon, adamw, *others) if group["params"]]

@@ -5,7 +5,7 @@ singular values are all equal, so that the weight moves equally far in each dire
 Newton-Schulz iterations compute it, with the coefficients of torch.optim.Muon and also in bf16, or
 in fp32 if a rank's device only emulates bf16, which is very slow on a CPU. They need the whole
 matrix: under FSDP each rank gathers the momentum, computes the whole update, and applies its
-own rows.
+own rows. Under ZeRO one rank computes the update of a matrix for all (flat_matrices.py).
 
 The update of a matrix of A × B is scaled by 0.2 · √max(A, B): the root mean square of its elements
 becomes 0.2, which is usual for AdamW, so that one --lr serves both optimizers. Neither this factor
@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.hardware import computes_bf16
-from distributed_training.model_parts import is_dtensor, local_part
+from distributed_training.model_parts import Piece, full_shape, is_dtensor, local_part
+from distributed_training.optimizers.flat_matrices import FlatMatrices
 from distributed_training.optimizers.optimizer import MOMENTUM
 
 # Keller Jordan's iteration (https://kellerjordan.github.io/posts/muon), as in torch.optim.Muon:
@@ -33,7 +34,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer.
 
     Attributes:
-        dtype: of Muon's iterations.
+        device, dtype: of Muon's iterations.
+        elements: number of elements that Muon updates, and that AdamW updates, on all ranks.
         adamw: AdamW for the groups without "momentum"; None if there are none. It has the same
             groups and states as this optimizer.
     """
@@ -44,10 +46,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         epsilon: float,
-        dtype: torch.dtype,
+        like: torch.Tensor,
     ) -> None:
+        """Create it.
+
+        Args:
+            like: a parameter of the model, on the device that computes, or a DTensor.
+        """
         super().__init__(groups, {"lr": lr})
-        self.dtype = dtype
+        self.device, self.dtype = computing_device(like), common_dtype(like)
         others = [group for group in self.param_groups if "momentum" not in group]
         self.adamw = (
             torch.optim.AdamW(others, betas=betas, eps=epsilon, fused=True) if others else None
@@ -57,10 +64,23 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._in_muon = {
             id(p) for group in self.param_groups if "momentum" in group for p in group["params"]
         }
+        counts = [0, 0]
+        for group in self.param_groups:
+            sizes = (math.prod(full_shape(parameter)) for parameter in group["params"])
+            counts["momentum" not in group] += sum(sizes)
+        self.elements = (counts[0], counts[1])
+        self._flat: dict[torch.Tensor, FlatMatrices] = {}  # of each master that ZeRO has flattened
 
     def is_in_muon(self, parameter: torch.Tensor) -> bool:
         """Return whether Muon updates a parameter."""
         return id(parameter) in self._in_muon
+
+    def place(
+        self, master: torch.Tensor, shapes: dict[str, tuple[int, ...]], pieces: list[list[Piece]]
+    ) -> None:
+        """Update the matrices in a flat master by Muon; see `FlatMatrices` for the arguments."""
+        self._in_muon.add(id(master))
+        self._flat[master] = FlatMatrices(shapes, pieces, dist.get_rank())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -70,12 +90,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
         if self.adamw:
+            # DeepSpeed lets an update see one group only, because it has not prepared the others.
+            self.adamw.param_groups = [g for g in self.param_groups if "momentum" not in g]
             self.adamw.step()
 
     def _update(self, matrix: torch.Tensor, group: dict) -> None:
         states = self.state[matrix]
         if not states:
             states[MOMENTUM] = torch.zeros_like(matrix)
+        if matrix in self._flat:
+            return self._update_flat(matrix, group)
         # Under dp the whole matrix, under FSDP the rows of this rank.
         rows, gradient, average = map(local_part, (matrix, matrix.grad, states[MOMENTUM]))
         average.lerp_(gradient, 1 - group["momentum"])
@@ -84,6 +108,26 @@ class MuonAndAdamW(torch.optim.Optimizer):
         # With CPU offload the rows are in host memory, and the update is on the GPU.
         rows.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(rows.device))
 
+    def _update_flat(self, master: torch.Tensor, group: dict) -> None:
+        """Update a flat master of ZeRO. Its gradient is a copy, which becomes the update."""
+        gradient, average = master.grad, self.state[master][MOMENTUM]
+        assert gradient is not None
+        average.lerp_(gradient, 1 - group["momentum"])
+        gradient.lerp_(average, group["momentum"])
+
+        def update(momentum: torch.Tensor) -> torch.Tensor:
+            return update_of(momentum, group["lr"], self.dtype)
+
+        self._flat[master].update(gradient, update, self.device)
+        master.mul_(1 - group["lr"] * group["weight_decay"]).add_(gradient)
+
+
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Return the device that computes: with CPU offload FSDP's shards are in host memory."""
+    if is_dtensor(parameter):
+        return torch.device(parameter.device_mesh.device_type)
+    return parameter.device
+
 
 def common_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of the iterations, the same on all ranks: they compute the same updates.
@@ -91,9 +135,7 @@ def common_dtype(parameter: torch.Tensor) -> torch.dtype:
     Args:
         parameter: one of the model, on the device that computes, or a DTensor.
     """
-    device = parameter.device
-    if is_dtensor(parameter):  # with CPU offload the shards are in host memory
-        device = torch.device(parameter.device_mesh.device_type)
+    device = computing_device(parameter)
     has_bf16 = torch.tensor(int(computes_bf16(device)), device=device)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(has_bf16, op=dist.ReduceOp.MIN)

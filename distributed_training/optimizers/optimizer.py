@@ -8,8 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import nn
+
+    from distributed_training.model_parts import Piece
 
 Tensors = dict[str, "torch.Tensor"]
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
@@ -110,6 +114,24 @@ class Optimizer:
         """
         raise NotImplementedError
 
+    def summary(self, base: torch.optim.Optimizer) -> str | None:
+        """Return a line about which parameters it updates, for the output of a run."""
+        return None
+
+    def place(
+        self,
+        base: torch.optim.Optimizer,
+        master: torch.Tensor,
+        parameters: dict[str, torch.Tensor],
+        pieces: Iterable[list[Piece]],
+    ) -> None:
+        """Tell the optimizer which elements of the parameters are in a flat master (FLAT).
+
+        Args:
+            parameters: those of the master's group, by name.
+            pieces: for each rank the elements in its master.
+        """
+
     # ------------------------------------------------------------------------------ memory estimate
 
     def state_bytes(self, sizes: list[int], work: Trained) -> int:
@@ -120,12 +142,30 @@ class Optimizer:
         """
         return 0
 
+    def saved_bytes(self, sizes: list[int], work: Trained) -> int:
+        """Return the bytes of the weights and states in a checkpoint, in fp32; see `state_bytes`.
+
+        Without the few `whole_states`.
+        """
+        return 4 * sum(sizes) + (self.state_bytes(sizes, work) if self.has_moments else 0)
+
+    def groups_of_matrices(self, sizes: list[int], work: Trained) -> list[list[int]]:
+        """Return the elements of the matrices in each parameter group that `create` has for them.
+
+        Args:
+            sizes: elements of each matrix and embedding.
+        """
+        return [sizes]
+
     def temporary_bytes(self, elements: int, work: Trained) -> int:
         """Return the temporary bytes while it updates its largest tensor, of `elements`."""
         return 0
 
     def gathered_elements(self, work: Trained) -> int:
-        """Return the fp32 elements that the ranks of a strategy with shards gather in an update."""
+        """Return the fp32 elements that the ranks of a strategy with shards gather in an update.
+
+        FSDP gathers them on every rank, ZeRO-3 each of them on one rank.
+        """
         return 0
 
     # ------------------------------------------------------------------------ states in checkpoints
@@ -173,11 +213,11 @@ class Optimizer:
     def set_whole_states(self, base: torch.optim.Optimizer, keys: Tensors, saved: Tensors) -> None:
         """Set the states that `whole_states` returned; a parameter without them gets new ones."""
 
-    def average_of(self, group: dict) -> tuple[str, float] | None:
+    def average_of(
+        self, base: torch.optim.Optimizer, key: torch.Tensor
+    ) -> tuple[str, float] | None:
         """Return which state is the moving average of the gradients, and its decay, for --replay.
 
-        Args:
-            group: the parameter group.
         Returns:
             None if it has no such state, or not the exact one.
         """

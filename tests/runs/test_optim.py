@@ -130,6 +130,8 @@ def test_states_of_muon_are_converted(muon, tmp_path):
         slow("zero2", "sgd"),
         ("fsdp", "muon"),
         slow("dp", "muon"),
+        slow("zero2", "muon"),
+        slow("zero3", "muon"),
     ],
 )
 def test_prediction_for_optimizers(request, script, strategy, optim):

@@ -134,7 +134,8 @@ def recipes_hub(tmp_path_factory):
     for name in (GPT2, f"{GPT2}-xl"):
         (root / "models" / name).mkdir(parents=True)
         write_gpt2(root / "models" / name)
-    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B"):
+    names = "Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-7B meta-llama/Llama-2-13b-hf"
+    for name in names.split():
         (root / "models" / name).mkdir(parents=True)
         write_qwen(root / "models" / name)
     write_wikitext(root / "datasets" / WIKITEXT, "wikitext-103-raw-v1")
@@ -156,6 +157,7 @@ def recipes_hub(tmp_path_factory):
         slow("gpt2_xl_offload.yaml", [], {}),
         slow("gpt2_xl_zero3.yaml", [], TWO),
         slow("own_text.yaml", [], {}),
+        slow("qlora_13b_2x24.yaml", [], TWO),
         slow("qlora_7b.yaml", [], {}),
         slow("slurm_7b.yaml", [], TWO),
     ],

@@ -1,9 +1,13 @@
 """--optim muon: Muon for the matrices of the blocks, AdamW for the other parameters."""
 
 import copy
+import json
+import os
+import subprocess
 
 import pytest
 import torch
+from conftest import PROJECT, free_port
 from one_rank import one_rank
 from small_models import CONFIGS
 from transformers import AutoModelForCausalLM
@@ -109,6 +113,20 @@ def test_all_ranks_iterate_in_fp32_if_one_only_emulates_bf16(monkeypatch):
         assert muon.common_dtype(parameter) == torch.float32
 
 
+def test_updates_from_shards_are_those_of_one_process_for_gradients_of_low_rank():
+    """As of a batch with few tokens. The update amplifies the rounding of the small singular values.
+
+    torch.optim.Muon of torch 2.13.0 normalizes by a norm in bf16 of each rank's rows.
+    """
+    port = f"--master_port={free_port()}"
+    command = ["torchrun", "--nproc_per_node=2", port, "-m", "tests.helpers.low_rank_muon"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, env=env)
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout.splitlines()[-1])
+    assert len(differences) == 6 and max(differences) < 1e-5
+
+
 def test_a_transposed_matrix_has_the_transposed_update():
     """As GPT-2's layers store their weights. The mean square is that of AdamW's updates."""
     torch.manual_seed(0)
@@ -143,8 +161,26 @@ def test_states_are_the_same_after_a_save_and_a_load(tmp_path):
         assert torch.equal(mine, other)
 
 
-def test_unequal_gpus_need_fsdp():
+def test_parameters_that_zero3_has_emptied_are_those_of_muon():
+    """DeepSpeed's own optimizer once gave all of them to AdamW (its issue 8438)."""
+    model = new_model()
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    first, *_ = groups_of(model)
+    assert "momentum" in first and len(first["params"]) == 2 * 4
+    optimizer = optimizer_of(model)
+    assert optimizer.elements == (2 * 12 * 32**2, (50 + 16) * 32 + (2 * 13 + 2) * 32)
+
+
+def test_a_model_without_matrices_in_blocks_is_refused():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4))
+    with pytest.raises(UserError, match="would update no parameter"):
+        optimizer_of(model)
+
+
+def test_unequal_gpus_need_shards():
     """Under dp each of them computes the whole update, and would round it differently."""
     with pytest.raises(UserError, match="needs equal GPUs"):
         parse_arguments(["--optim", "muon", "--rank_shares", "2,1"])
-    assert parse_arguments(["--optim", "muon", "--rank_shares", "2,1", "--strategy", "fsdp"])
+    for strategy in ("fsdp", "zero2", "zero3"):
+        assert parse_arguments(["--optim=muon", "--rank_shares=2,1", "--strategy", strategy])

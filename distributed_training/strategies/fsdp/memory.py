@@ -12,7 +12,7 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
     trained, block = shard_elements(work.trained, n), sum(m.block())
     dora = lora is not None and lora.magnitudes
     outside = m.total - m.layers * block
-    of_block = c * (block + (sum(lora.of_block(m)) if lora else 0))
+    of_block = work.bytes_of(block, c, 1) + c * (sum(lora.of_block(m)) if lora else 0)
     gathered = 0 if n == 1 and c == 4 else c * outside
     # The gradient of the parameters outside of blocks is whole at the end of backward (three
     # tensors for a tied embedding, see ddp/memory.py). So is its copy for a reduction in another
@@ -22,9 +22,10 @@ def terms_of_fsdp(work: Workload) -> tuple[list[Term], int]:
     reduced = trained if lora else trained - outside // n
     # Gradients are not sharded until the last micro-batch. They are added in the reduction's dtype.
     accumulated = r * sum(work.trained) if work.accumulation > 1 else 0
-    sent = 2 * c * work.accumulation * sum(work.sizes) + r * sum(work.trained)
+    gathers = 2 * work.accumulation * work.bytes_of(sum(work.sizes), c, m.layers)
+    sent = gathers + r * sum(work.trained)
     return [
-        Term("parameters", 4 * trained + work.item * shard_elements(work.frozen, n), STEP),
+        Term("parameters", 4 * trained + work.frozen_shard_bytes, STEP),
         Term("optimizer states", work.optimizer_states([trained]), STEP),
         Term("gradients", 4 * trained, (UPDATE,)),
         Term("optimizer's temporaries", work.update_temporaries(0), (UPDATE,)),

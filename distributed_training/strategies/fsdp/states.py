@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from distributed_training.model_parts import is_dtensor, local_part
-from distributed_training.strategies.optimizer_shards import Piece, Shard, ShardedState
+from distributed_training.model_parts import Piece, is_dtensor, local_part
+from distributed_training.strategies.optimizer_shards import Shard, ShardedState
 from distributed_training.strategies.wrapped import is_fsdp_module
 
 

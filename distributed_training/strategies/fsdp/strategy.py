@@ -10,6 +10,8 @@ from distributed_training.strategies.fsdp.options import FsdpOptions
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
@@ -32,6 +34,11 @@ class FSDP(Strategy):
     def updates_on(self) -> str:
         """See the base class."""
         return "host" if self.options.offload else "device"
+
+    @property
+    def supports_4bit(self) -> bool:
+        """See the base class; FSDP shards the packed tensors."""
+        return True
 
     @property
     def is_standard(self) -> bool:
@@ -57,6 +64,12 @@ class FSDP(Strategy):
 
         check_cpu_support()
 
+    def check_4bit(self) -> None:
+        """See the base class."""
+        from distributed_training.strategies.fsdp.requirements import check_integer_shards
+
+        check_integer_shards()
+
     @property
     def torch_reduce_dtype(self) -> torch.dtype:
         """The dtype in which the ranks reduce gradients: --reduce_dtype, or fp32 without it."""
@@ -79,13 +92,20 @@ class FSDP(Strategy):
 
         return "trainable_params" in FSDPParamGroup._init_mp_dtypes.__code__.co_varnames
 
+    def check_model(self, build: Callable[[], nn.Module]) -> None:
+        """See the base class; --fsdp_config may name layers."""
+        if self.options.layers:
+            from distributed_training.strategies.fsdp.shards import check_layers
+
+            check_layers(build(), self.options)
+
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """See the base class."""
         from distributed_training.strategies.fsdp.memory import terms_of_fsdp
 
         return terms_of_fsdp(work)
 
-    def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
+    def states_of(self, model: nn.Module, optimizer: object, device: torch.device) -> ShardedState:
         """See the base class."""
         from distributed_training.strategies.fsdp.states import RowsState
 
