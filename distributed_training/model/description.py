@@ -11,7 +11,7 @@ import transformers
 from distributed_training.errors import redact
 from distributed_training.files.atomic import write_text
 from distributed_training.model import weights
-from distributed_training.model.rotary_keys import add_older_keys
+from distributed_training.model.older_keys import add_older_keys, write_tokenizer
 from distributed_training.model.spec import ModelSpec
 from distributed_training.model.stopping import generation_after_training
 
@@ -31,7 +31,7 @@ def write_description(
         whole: describe the model itself and not its adapters, which have been added to it.
     """
     folder.mkdir(exist_ok=True)
-    spec.tokenizer.save_pretrained(folder)
+    write_tokenizer(spec.tokenizer, folder)
     if spec.lora and not whole:
         spec.lora.save_config(folder)
         return
@@ -42,6 +42,8 @@ def write_description(
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if dtype is not None:
         config.update(weights.as_dtype(dtype))
+    if config.model_type == "gpt2":  # llama.cpp's converter reads it; transformers 5 has no default
+        config.n_ctx = config.n_positions
     config.save_pretrained(folder)
     add_older_keys(folder, config)
     generation = generation_after_training(spec.tokenizer, spec.generation, kind)

@@ -2,6 +2,7 @@
 
 from distributed_training.cli.hub import LOGIN_COMMAND
 from distributed_training.errors import UserError, first_line
+from distributed_training.files.hub_cache import cached_revision
 
 
 def download(name: str, revision: str | None, with_weights: bool, offline: bool, what: str) -> str:
@@ -18,6 +19,8 @@ def download(name: str, revision: str | None, with_weights: bool, offline: bool,
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
+    if offline:
+        revision = cached_revision(name, revision)
     patterns = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
     try:
         if with_weights and not offline:

@@ -44,7 +44,7 @@ def generate(
     ends = end_ids(spec.tokenizer, spec.generation, prompt.is_chat)
     generator, cache = torch.Generator().manual_seed(seed), None
     for _ in range(min(NEW_TOKENS, positions - ids.shape[1])):
-        # The compiled graphs are for sequences of one length.
+        # The compiled graphs are for sequences of a few lengths.
         with torch.compiler.set_stance("force_eager"), casting:
             out = model(
                 input_ids=ids if cache is None else ids[:, -1:],

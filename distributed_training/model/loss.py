@@ -21,14 +21,20 @@ from distributed_training.loss_chunks import IGNORED, fits_in_graph, number_of_c
 from distributed_training.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 from distributed_training.strategies.wrapped import unwrapped
 
-# Types whose gradients need the factor of the loss scaler, see ChunkedLoss.
-COMPUTED_IN_BACKWARD = (torch.float16,)
 # The logits get columns of padding up to a multiple of this number, by device and bytes of an
 # element, so that their rows are aligned: GPT-2's vocabulary of 50,257 is odd, which makes cuBLAS
-# and, on an AMD CPU, MKL slow.
-ALIGNMENT = {("cuda", 2): 128, ("cpu", 4): 16}
+# (in fp32 with TF32) and, on an AMD CPU, MKL slow.
+ALIGNMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 4): 16}
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # hidden, weight, bias
+
+
+class Targets(NamedTuple):
+    """What a loss is computed of, besides the logits."""
+
+    tokens: torch.Tensor  # [tokens], the next token of each; negative: not counted
+    divisor: torch.Tensor  # a scalar
+    factor: torch.Tensor | None = None  # a scalar; the gradients are computed of loss × factor
 
 
 def computes_loss(model: nn.Module) -> bool:
@@ -44,57 +50,76 @@ class LossMixin(nn.Module):
         input_ids: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
         **options: object,
     ):
         """Return the sum of the cross entropies / `tokens`; without `targets` the usual output.
 
         `targets` has the next token of each position, negative for those that do not count.
-        `tokens` is an integer: FSDP's mixed precision would convert a float to bf16.
+        `tokens` is an integer: FSDP's mixed precision would convert a float to bf16. `factor` is
+        what the loss will be multiplied by before its backward pass; only fp16 needs it.
         """
         if targets is None:
             return super().forward(input_ids, **options)
         hidden = decoder_of(self)(input_ids, use_cache=False, **options)[0]
-        return self.get_output_embeddings()(hidden, targets, tokens)
+        head = self.get_output_embeddings()
+        head.tokens = targets.numel()
+        return head(hidden, targets, tokens, factor)
 
 
 class OutputLayer(nn.Linear):
     """Output layer that returns the loss if it gets targets, and logits otherwise."""
 
     kept_bytes: int = 0  # measured: bytes of the gradients that the last loss keeps until backward
+    tokens: int = 0  # of the last micro-batch, with padding
 
     def forward(
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32."""
         if targets is None or tokens is None:
             return super().forward(hidden)
         count, device = targets.numel(), targets.device.type
         if torch.compiler.is_compiling() and fits_in_graph(count, self.out_features, device):
-            logits = super().forward(hidden).flatten(0, 1).float()
+            logits = self._all_logits(hidden).flatten(0, 1).float()
             summed = F.cross_entropy(
                 logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
             return summed / tokens
-        return self._loss(hidden, targets, tokens)
+        return self._loss(hidden, Targets(targets.flatten(), tokens, factor))
+
+    def _all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of a batch; in 16 bits with the columns of ALIGNMENT, cut off again.
+
+        In fp32 the padded copy would cost as much memory as the weight.
+        """
+        device, columns = hidden.device.type, self.out_features
+        in_16_bits = hidden.dtype.itemsize == 2 or torch.is_autocast_enabled(device)
+        padding = -columns % ALIGNMENT.get((device, 2), 1) if in_16_bits else 0
+        if not padding:
+            return super().forward(hidden)
+        weight = F.pad(self.weight, (0, 0, 0, padding))
+        bias = None if self.bias is None else F.pad(self.bias, (0, padding))
+        return F.linear(hidden, weight, bias).narrow(-1, 0, columns)
 
     @torch.compiler.disable  # the loop over chunks records no graph, so compiling it gains nothing
-    def _loss(
-        self, hidden: torch.Tensor, targets: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def _loss(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
         device, dtype = hidden.device.type, hidden.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        inputs, targets = (hidden.flatten(0, 1), self.weight, self.bias), targets.flatten()
+        if dtype != torch.float16:
+            targets = targets._replace(factor=None)
+        inputs = (hidden.flatten(0, 1), self.weight, self.bias)
         # Profilers show the name "head"; benchmarks/gpu_tables.py sums the time of its kernels.
         with torch.autocast(device, enabled=False), torch.profiler.record_function("head"):
             if not torch.is_grad_enabled():
-                needed = (False, False, False)
-                return _loss_and_gradients(inputs, targets, 1 / tokens, dtype, needed)[0]
-            loss = ChunkedLoss.apply(*inputs, Targets(targets, tokens), dtype)
-        if loss.requires_grad and dtype not in COMPUTED_IN_BACKWARD:
+                return _loss_and_gradients(inputs, targets, dtype, (False, False, False))[0]
+            loss = ChunkedLoss.apply(*inputs, targets, dtype)
+        if loss.requires_grad:
             saved = loss.grad_fn.saved_tensors
             self.kept_bytes = sum(tensor.nbytes for tensor in saved if tensor is not None)
         return loss
@@ -149,19 +174,12 @@ def _view(tensor: torch.Tensor) -> tuple:
     return tensor.untyped_storage()._cdata, tensor._version, place
 
 
-class Targets(NamedTuple):
-    """What a loss is computed of, besides the logits."""
-
-    tokens: torch.Tensor  # [tokens], the next token of each; negative: not counted
-    divisor: torch.Tensor  # a scalar
-
-
 class ChunkedLoss(torch.autograd.Function):
     """Cross entropy of a linear layer's output, summed over the tokens and divided by a number.
 
     The gradients are computed together with the loss, from the same logits; backward only
-    multiplies them. In fp16 they would underflow without the factor of the loss scaler, which is
-    known only in backward, so backward computes the logits again.
+    multiplies them. In fp16 they would underflow without the factor of the loss scaler, so they are
+    computed with it (`Targets.factor`).
 
     Inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
     None, targets, dtype of the matrix products.
@@ -169,38 +187,31 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets: Targets, dtype) -> torch.Tensor:
-        """Compute the loss and, except in fp16, the gradients."""
-        inputs = (hidden, weight, bias)
-        ctx.dtype, ctx.in_backward = dtype, dtype in COMPUTED_IN_BACKWARD
-        needed = [wanted and not ctx.in_backward for wanted in ctx.needs_input_grad[:3]]
+        """Compute the loss and the gradients."""
         loss, gradients = _loss_and_gradients(
-            inputs, targets.tokens, 1 / targets.divisor, dtype, needed
+            (hidden, weight, bias), targets, dtype, ctx.needs_input_grad[:3]
         )
-        ctx.save_for_backward(*((*inputs, *targets) if ctx.in_backward else gradients))
+        ctx.save_for_backward(*gradients, targets.factor)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, factor):
         """Return the gradients of hidden, weight and bias, times the scalar `factor`."""
-        if ctx.in_backward:
-            *inputs, tokens, divisor = ctx.saved_tensors
-            needed = ctx.needs_input_grad[:3]
-            _, gradients = _loss_and_gradients(inputs, tokens, factor / divisor, ctx.dtype, needed)
-        else:
-            gradients = [g if g is None else g.mul_(factor) for g in ctx.saved_tensors]
-        return *gradients, None, None
+        *gradients, known = ctx.saved_tensors
+        if known is not None:
+            factor = factor / known
+        return *(g if g is None else g.mul_(factor) for g in gradients), None, None
 
 
 def _loss_and_gradients(
     inputs: Inputs,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
+    targets: Targets,
     dtype: torch.dtype,
     needed: Sequence[bool],
     alignment: int | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the loss of all chunks and the gradients of `inputs`, both multiplied by `scale`.
+    """Return the loss of all chunks, and the gradients of `inputs`, times the targets' factor.
 
     Args:
         inputs, targets, dtype: as in ChunkedLoss; sums over chunks are in fp32.
@@ -215,6 +226,7 @@ def _loss_and_gradients(
     hidden, weight, bias = _as_factors(inputs, dtype, padding)
     gradients = ChunkedGradients(inputs, needed)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    scale = (1 if targets.factor is None else targets.factor) / targets.divisor
     rows = -(-len(hidden) // number_of_chunks(len(hidden), len(weight), device))
     rows += -rows % alignment if dtype.itemsize == 2 else 0
     for start in range(0, len(hidden), rows):
@@ -224,13 +236,13 @@ def _loss_and_gradients(
         if padding:
             logits.narrow(1, vocabulary, padding).fill_(-torch.inf)
         log_p, grad_logits, factor = _cross_entropy(
-            logits, targets.narrow(0, start, count), scale, dtype, any(needed)
+            logits, targets.tokens.narrow(0, start, count), scale, dtype, any(needed)
         )
         grad_logits = grad_logits.narrow(1, 0, len(weight))
         loss -= log_p
         gradients.add(start, part, weight, grad_logits, factor)
         del logits, grad_logits  # before the next chunk allocates its own
-    return loss * scale, gradients.of_inputs(inputs)
+    return loss * (1 / targets.divisor), gradients.of_inputs(inputs)
 
 
 def _as_factors(inputs: Inputs, dtype: torch.dtype, padding: int) -> Inputs:
@@ -322,17 +334,27 @@ def _cross_entropy(
 def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
-    """Compute the logits of a chunk, [tokens, columns]: in fp32 on CUDA, else in the inputs' dtype.
+    """Compute the logits of a chunk, [tokens, columns]: in fp32 if possible, else as the inputs.
 
-    log_softmax would convert 16-bit logits. torch has products with fp32 results since version 2.8.
+    log_softmax would convert 16-bit logits.
     """
     if columns > len(weight):
         logits = hidden.new_empty(len(hidden), columns)
         product = torch.mm if bias is None else partial(torch.addmm, bias)
         product(hidden, weight.T, out=logits.narrow(1, 0, len(weight)))
         return logits
-    in_fp32 = hidden.device.type == "cuda" and hidden.dtype.itemsize == 2
-    if not in_fp32 or "dtype" not in torch.ops.aten.mm.overloads():
+    if not _multiplies_to_fp32(hidden.device.type, hidden.dtype):
         return F.linear(hidden, weight, bias)
     logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return logits if bias is None else logits.add_(bias)
+
+
+def _multiplies_to_fp32(device: str, dtype: torch.dtype) -> bool:
+    """Return whether torch.mm returns the product of 16-bit matrices in fp32 (`out_dtype`).
+
+    torch has this overload for CUDA since version 2.8. On ROCm the overload also exists, and raises
+    an error (pytorch/pytorch#154221, #161540).
+    """
+    if device != "cuda" or dtype.itemsize != 2 or torch.version.hip:
+        return False
+    return "dtype" in torch.ops.aten.mm.overloads()

@@ -30,7 +30,8 @@ def prepare_forward(model: nn.Module, model_settings: ModelSettings, spec: Model
         if computes_loss(model):
             layers.append(model.get_output_embeddings())
         for layer in layers:
-            layer.compile()
+            # Not layer.compile(): the hooks that gather its parameters would split its graph.
+            layer.forward = torch.compile(layer.forward, dynamic=False)
     dist.barrier()  # all ranks have read the weights
     if not model_settings.merge_lora:  # --merge_lora reads the weights again at the end
         spec.weights.remove_drawn()  # the temporary folder of weights that were drawn from --seed

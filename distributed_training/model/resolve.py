@@ -109,13 +109,16 @@ def _prepare_folders(located: Located, name: str, seed: int, shared: bool) -> Pr
         name: --model.
         shared: save random weights, too; otherwise `ModelSpec.load` draws them.
     """
+    from distributed_training.model.tokenizer_file import disagreements  # once per node
+
     config, tokenizer, folder, notices = located
     if getattr(config.get_text_config(), "output_router_logits", False):
         from distributed_training.model.experts import WITHOUT_BALANCING
 
         notices.append(WITHOUT_BALANCING)
     what = f"--model {name}"
-    rows = number_of_ids(read_tokenizer(tokenizer, what))
+    read = read_tokenizer(tokenizer, what)
+    rows, notices = number_of_ids(read), notices + disagreements(tokenizer, read)
     added = max(0, rows - config.get_text_config().vocab_size)
     enlarged, model = added > 0, None
     random, new_rows = enlarged or folder is None, added if folder else 0

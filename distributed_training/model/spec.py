@@ -25,7 +25,7 @@ from distributed_training.model.config import (
 from distributed_training.model.loss import add_loss, returns_plain_logits
 from distributed_training.model.tokenizer import read_tokenizer
 from distributed_training.ranks.context import DistContext
-from distributed_training.settings.data import choose_seq_length
+from distributed_training.settings.data import DataSettings, choose_seq_length
 from distributed_training.settings.model import ModelSettings
 from distributed_training.settings.settings import Settings
 
@@ -157,24 +157,47 @@ class ModelSpec:
 
                 lora, unused = Lora.of(model_settings, seed, unused), frozenset()  # frozen as well
             dtype = weights.weights_dtype(strategy, adapters, ctx)
+            if model_settings.load_in_4bit:
+                strategy.check_4bit()
             source = WeightSource.of(found, model_settings, seed, dtype)
             spec = cls(config, tokenizer, generation, source, length, lora, unused, own_settings)
+        strategy.check_model(spec.on_meta_device)
+        spec._check_attention(model_settings, data, ctx)
+        return spec
+
+    def _check_attention(
+        self, model_settings: ModelSettings, data: DataSettings, ctx: DistContext
+    ) -> None:
+        """Check --isolate_documents, --packing and --attn_implementation, and set the latter."""
         if data.isolates_documents:
             from distributed_training.model.isolation import check_isolation  # only with the flag
 
-            check_isolation(config, tokenizer, name, data.packing)
-        return spec
+            check_isolation(self.config, self.tokenizer, model_settings.model, data.packing)
+        if attention := model_settings.attn_implementation:
+            from distributed_training.model.attention import set_attention  # only with the flag
+
+            set_attention(self.config, attention, data.isolates_documents, ctx)
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
         """Configuration of the language model; the whole configuration if it has no parts."""
         return self.config.get_text_config()
 
-    def on_meta_device(self) -> nn.Module:
-        """Build the model on the meta device: shapes without memory."""
+    def on_meta_device(self, in_4bit: bool = False) -> nn.Module:
+        """Build the model on the meta device: shapes without memory.
+
+        Args:
+            in_4bit: the weights of linear layers have the shapes that they have in 4 bits.
+        """
         with torch.device("meta"):
             model = weights.from_config(self.config, self.weights.dtype)
-        return self._prepare(model)
+        if not in_4bit:
+            return self._prepare(model)
+        from distributed_training.model import four_bit  # only with --load_in_4bit
+
+        four_bit.replace_layers(model, self.weights.dtype)
+        four_bit.give_packed_shapes(model := self._prepare(model))
+        return model
 
     def load(self, ctx: DistContext, dtype: torch.dtype | str | None = None) -> nn.Module:
         """Load the model with its weights on the CPU.
@@ -200,6 +223,19 @@ class ModelSpec:
                 "hold."
             )
         return model
+
+    def quantize_from_rank0(
+        self, sharded: nn.Module, whole: nn.Module | None, device: torch.device
+    ) -> None:
+        """Quantize the weights of `whole` for `sharded` if requested (--load_in_4bit).
+
+        Args:
+            sharded, whole, device: see `four_bit.quantize_from_rank0`.
+        """
+        if self.weights.in_4bit:
+            from distributed_training.model import four_bit  # only with --load_in_4bit
+
+            four_bit.quantize_from_rank0(sharded, whole, device)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         if self.lora:

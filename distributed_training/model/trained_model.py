@@ -20,7 +20,7 @@ class TrainedModel(NamedTuple):
     ctx: DistContext
     spec: ModelSpec
     objects: TrainingObjects  # its model is wrapped
-    state: ShardedState | None  # this rank's weights; None with --eval_only
+    sharded: ShardedState | None  # this rank's weights; None with --eval_only
     kind: str | None  # of the rows that it was trained on
     identity: dict  # the run signature
     is_best: bool  # whether the weights are those of the best evaluation, and not the last
@@ -35,5 +35,5 @@ class TrainedModel(NamedTuple):
     @property
     def weights(self) -> ShardedState:
         """This rank's weights; --eval_only exports nothing."""
-        assert self.state is not None
-        return self.state
+        assert self.sharded is not None
+        return self.sharded

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from distributed_training import console, patches
+from distributed_training import console
 from distributed_training.errors import OutOfMemory, UserError, first_line, look_up, refused_as
 from distributed_training.files import weight_files
 from distributed_training.files.atomic import TemporaryFolder
@@ -110,22 +110,18 @@ def from_folder(
     """Load a model and its loading info from a local folder.
 
     Args:
-        in_4bit: a device on which the weights of linear layers are kept in 4 bits (QLoRA, Dettmers
-            et al., arXiv 2305.14314); None: they are loaded on the CPU in `dtype`.
+        in_4bit: a device on which the weights of linear layers are kept in 4 bits; None: they are
+            loaded on the CPU in `dtype`.
     Raises:
         UserError: the files cannot be loaded, or a weight has another shape in the configuration.
     """
     options = {**as_dtype(dtype), **NO_REMOTE_CODE}
     if in_4bit:
-        patches.keep_4bit_layout()
+        from distributed_training.model.four_bit import quantization  # only with the flag
+
         config = copy.deepcopy(config)  # transformers writes the quantization into it
         options["device_map"] = {"": in_4bit}
-        options["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        options["quantization_config"] = quantization(dtype)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -78,15 +78,19 @@ def load(
         UserError: a file is missing or damaged.
     """
     be_quiet(False)
-    tokenizer = read_tokenizer(_tokenizer_folder(source), source.name)
+    tokenizer = load_tokenizer(source)
     model = _load_model(source, number_of_ids(tokenizer), DTYPES[precision])
     return model.to(device).eval(), tokenizer
 
 
-def _tokenizer_folder(source: Source) -> str:
-    """Return the folder of the tokenizer; adapters may have one with more tokens."""
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model; adapters may have one with more tokens.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
     own = source.adapters and any(source.adapters.glob("tokenizer*"))
-    return str(source.adapters if own else source.folder)
+    return read_tokenizer(str(source.adapters if own else source.folder), source.name)
 
 
 def _load_model(source: Source, ids: int, dtype: torch.dtype) -> PreTrainedModel:

@@ -51,7 +51,9 @@ def find_source(text: str) -> Source:
     path = Path(text)
     if not os.path.isdir(path):
         if os.path.exists(path) or is_local_model(text):
-            raise UserError(f"{shown(text)}: no such folder.")
+            raise UserError(
+                f"{shown(text)}: no such folder: name that of a run, of a model, or a hub's name."
+            )
         if text == EMBEDDED_MODEL:
             raise UserError(f"{text} has random weights: train it, and name the run's folder.")
         return _in_folder(_on_hub(text), text)

@@ -12,7 +12,7 @@ from one_rank import one_rank
 from safetensors.torch import load_file, save_file
 from small_models import with_vision
 from tokenizer_zoo import with_gap
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from distributed_training import open_model
 from distributed_training.cli.parse import parse_arguments
@@ -104,6 +104,38 @@ def test_text_leaves_a_vision_part_as_it_is(script, tiny_tokenizer, text_file, t
     kept = {name for name, weight in after.items() if torch.equal(weight, before[name])}
     assert kept == {name for name in before if "vision_tower" in name or "multi_modal" in name}
     assert "Text does not use" in run.out
+
+
+SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+MOE = {**{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}}
+MOE |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, sizes, flags",
+    [
+        ("openai-gpt", SMALL, []),  # its blocks return lists
+        ("qwen3_moe", {**MOE, "moe_intermediate_size": 32}, ["--gradient_checkpointing"]),
+        # With frozen embeddings the hooks of a block come before the gradients of its adapters.
+        ("gpt2", SMALL, ["--lora_r", "4", "--lora_dora", "--lora_targets", "all-linear"]),
+    ],
+)
+def test_zero3_gathers_blocks_of_any_kind(script, tiny_tokenizer, tmp_path, family, sizes, flags):
+    folder = shutil.copytree(tiny_tokenizer, tmp_path / "model")
+    special = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    AutoConfig.for_model(family, **sizes, **special).save_pretrained(folder)
+    work = ["--model", folder, "--from_scratch", "--dataset", "pydocs", *WORK, *flags, "--lr=1e-2"]
+    found = script(*work, "--no_export", "--strategy", "zero3", **TWO)
+    expected = script(*work, "--no_export", **TWO)
+    assert_close(found.losses, expected.losses, 1e-5)
+    norms = [[line["grad_norm"] for line in run.metrics] for run in (found, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.5])
@@ -204,6 +236,26 @@ def test_an_output_layer_in_the_files_is_trained_although_the_configuration_ties
         assert run.results["parameters"] == tied + 300 * 64
         model = load_exported(run.folder / "hf")
         assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+
+
+def test_an_output_layer_of_its_own_stays_when_the_embedding_is_enlarged(own_head, tmp_path):
+    """resize_token_embeddings and tie_weights drop it if the configuration still ties it."""
+    folder = shutil.copytree(own_head, tmp_path / "model")
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<new {number}>" for number in range(100)])
+    tokenizer.save_pretrained(folder)
+    with one_rank() as ctx:
+        flags = ["--model", str(folder), "--lora_r", "2"]
+        for lora in ([], flags[2:]):  # adapters are attached after the enlargement
+            spec = ModelSpec.find(parse_arguments([*flags[:2], *lora]), ctx)
+            model = spec.load(ctx)
+            assert not spec.tied and len(model.get_output_embeddings().weight) > 300
+            assert torch.equal(model.get_output_embeddings().weight[:300], head)
+            model.tie_weights()
+            assert torch.equal(model.get_output_embeddings().weight[:300], head)
+    trained = open_model(folder)[0].lm_head.weight[:300]
+    assert torch.equal(trained.cpu(), head.to(trained.dtype))
 
 
 def from_configuration(folder: Path) -> torch.nn.Module:

@@ -1,22 +1,25 @@
-"""The rotary settings of a config.json as transformers 4 reads them, next to transformers 5's.
+"""What transformers 4 reads of a model's folder: the older keys of its config.json and tokenizer.
 
 transformers 5 writes `rope_parameters`. Version 4, like other programs, reads `rope_theta`,
-`rope_scaling` and `partial_rotary_factor`, and takes its defaults if they are missing.
+`rope_scaling` and `partial_rotary_factor`, and takes its defaults if they are missing. The same
+holds for the number of experts. Of the tokenizer version 5 reads the names of version 4 as well.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from distributed_training.files.atomic import write_text
 from distributed_training.files.json_types import JsonObject
 
 NEW, FULL, SLIDING = "rope_parameters", "full_attention", "sliding_attention"
 THETA, PARTIAL, SCALING = "rope_theta", "partial_rotary_factor", "rope_scaling"
+EXPERTS = "num_experts"  # num_local_experts in transformers 5, also of Qwen's mixtures of experts
 ORIGINAL = "original_max_position_embeddings"
 # Architectures with other names: of theta and of the rotary part of a head; or, where layers of
 # sliding attention have settings of their own, of theta in both kinds of layers. The scaling is
@@ -36,11 +39,41 @@ def add_older_keys(folder: Path, config: PretrainedConfig) -> None:
     Args:
         config: what was written to it. In transformers 4 it has no other form.
     """
-    file = folder / "config.json"
-    written = json.loads(file.read_text())
-    complete = with_older_keys(config, written)
-    if complete != written:
-        write_text(file, json.dumps(complete, indent=2, sort_keys=True) + "\n")
+
+    def complete(written: JsonObject) -> JsonObject:
+        found = with_older_keys(config, written)
+        renamed = config.attribute_map.get(EXPERTS)
+        return {**found, EXPERTS: found[renamed]} if renamed in found else found
+
+    _rewrite(folder / "config.json", complete)
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files, with the names of transformers 4, which version 5 reads as well.
+
+    Version 4 ends with an error at the new name of the class, and at a list of extra tokens.
+    """
+
+    def renamed(written: JsonObject) -> JsonObject:
+        older = dict(written)
+        if older.get("tokenizer_class") == "TokenizersBackend":
+            older["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(older.get("extra_special_tokens"), list):
+            older["additional_special_tokens"] = older.pop("extra_special_tokens")
+        return older
+
+    tokenizer.save_pretrained(folder)
+    _rewrite(folder / "tokenizer_config.json", renamed, ensure_ascii=False)
+
+
+def _rewrite(
+    file: Path, change: Callable[[JsonObject], JsonObject], ensure_ascii: bool = True
+) -> None:
+    """Write what `change` makes of the content of a JSON file, if it is another one."""
+    written = json.loads(file.read_text(encoding="utf-8"))
+    if (changed := change(written)) != written:
+        text = json.dumps(changed, indent=2, sort_keys=True, ensure_ascii=ensure_ascii)
+        write_text(file, text + "\n")
 
 
 def with_older_keys(config: PretrainedConfig, written: JsonObject) -> JsonObject:

@@ -8,7 +8,7 @@ from conftest import skip
 from small_models import SIZES
 from transformers import AutoConfig, LlamaConfig
 
-from distributed_training.model.rotary_keys import add_older_keys, with_older_keys
+from distributed_training.model.older_keys import add_older_keys, with_older_keys
 
 if not hasattr(LlamaConfig(), "rope_parameters"):
     pytest.skip("transformers 4 writes its own form only", allow_module_level=True)
@@ -105,3 +105,12 @@ def test_models_without_rotary_settings_and_new_ones_are_left_as_they_are():
     if hasattr(transformers, "Gemma4TextConfig"):
         new = transformers.Gemma4TextConfig(**BLOCKS)
         assert with_older_keys(new, new.to_dict()) == new.to_dict()
+
+
+def test_the_number_of_experts_has_its_older_name(tmp_path):
+    """transformers 4 would build the 128 experts of its default."""
+    config = transformers.Qwen3MoeConfig(**BLOCKS, num_experts=4)
+    config.save_pretrained(tmp_path)
+    add_older_keys(tmp_path, config)
+    assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 4
+    assert AutoConfig.from_pretrained(tmp_path).num_experts == 4
