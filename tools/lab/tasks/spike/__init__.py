@@ -1,0 +1,1 @@
+"""A task of the lab."""
