@@ -15,7 +15,7 @@ are distributed over the N ranks. What each rank stores, and what the ranks send
     zero1     P    G    O/N   DeepSpeed ZeRO stage 1: all-reduce of G in the last backward; each
                               rank updates P/N; then an all-gather of P
     zero2     P    G/N  O/N   stage 2: as zero1, but each backward reduces G, and a rank keeps G/N
-    zero3     P/N  G/N  O/N   stage 3: all-gather of a layer's P before its forward and its
+    zero3     P/N  G/N  O/N   stage 3: all-gather of a block's P before its forward and its
                               backward; reduce-scatter of its G; each rank updates its shards
     offload   P    G/N  O/N   zero2 with G and O in host memory, where CPUs update an fp32 copy of P
     infinity  P/N  G/N  O/N   zero3 with P and O on NVMe; G accumulates in host memory
@@ -26,10 +26,10 @@ The last backward is that of the last micro-batch of a step. dp and fsdp store P
 DeepSpeed stores them in the precision of the computation, and O includes an fp32 copy of P.
 
 All strategies train the same model: for the same global batch and without dropout the losses agree
-up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp() with
-train_epoch_deepspeed(): the lines that differ are what DeepSpeed changes. The flags and their
-defaults are in distributed_training/settings/. <output_dir> gets results.json, metrics.jsonl, the
-checkpoints (--save_every) and the trained model (hf/).
+up to rounding, for any number of ranks. Read from the top; compare train_epoch_ddp(), which calls
+forward_and_backward(), with train_epoch_deepspeed(): the lines that differ are what DeepSpeed
+changes. The flags and their defaults are in distributed_training/settings/. <output_dir> gets
+results.json, metrics.jsonl, the checkpoints (--save_every) and the trained model (hf/).
 """
 
 import sys
@@ -158,7 +158,7 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
     log.dataset_ready(datasets, training)
     end.check_prompts(spec, datasets.facts)
     objects = build(settings, ctx, spec, log)
-    log.memory.note("wrapped")
+    log.wrapped(training.optim, objects.optimizer)
     checkpoints = log.folder.checkpoints(settings.output.keep_last)
     manager = CheckpointManager.create(settings, ctx, checkpoints, objects, spec, datasets)
     counters = manager.resume(checkpoint)  # loads weights, optimizer states; in a new run all 0
@@ -183,9 +183,12 @@ def train(settings: Settings, ctx: DistContext) -> nn.Module:
 
 def build(settings: Settings, ctx: DistContext, spec: ModelSpec, log: StartLog) -> TrainingObjects:
     """Load the model, shard or wrap it for its strategy, and create the optimizer."""
-    strategy = settings.strategy  # the row of --strategy, with its options
+    # The row of --strategy, with its options. One rank has nothing to shard: zero3 then trains as
+    # zero2 does, without hooks around each block.
+    strategy = settings.strategy.on_ranks(ctx.world_size)
     if settings.training.eval_only and strategy.whole_parameters:
         return build_replicas(settings, ctx, spec, log)
+    log.strategy_chosen(settings.strategy, strategy)
     # ENGINES, below the build functions: for each engine its build function and training loop.
     return ENGINES[strategy.engine].build(strategy, settings, ctx, spec, log)
 
@@ -232,27 +235,23 @@ def train_epoch_ddp(
     """Train in plain PyTorch (dp, fsdp) until the epoch ends or an evaluation is due."""
     objects, state = run.objects, run.state
     model, optimizer, scaler = objects.model, objects.optimizer, objects.scaler
+    compute = objects.graphs or partial(forward_and_backward, objects, ctx)  # --cuda_graph, or not
     model.train()
     run.log.start_epoch()
     for step_batch in steps:  # this rank's share of each global batch
         lr = learning_rate(state.step, state.total_steps, training)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
+        factor = scaler.scale(torch.full((), float(ctx.world_size), device=ctx.device))
         step_loss = torch.zeros((), device=ctx.device)
         run.meter.mark("data")  # the meter only measures: mark(name) ends a phase of the step
 
-        for micro_step, (inputs, labels, positions) in enumerate(step_batch.micro_batches):
+        for micro_step, micro_batch in enumerate(step_batch.micro_batches):
             is_last = micro_step + 1 == len(step_batch.micro_batches)
             batches.seed_dropout(training.seed, state.step, micro_step, ctx.rank)
             set_gradient_sync(model, is_last)  # the ranks reduce the gradients once per step
-            with autocast(objects, ctx):
-                # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
-                loss = next_token_loss(model, inputs, labels, valid_tokens, positions)
-            run.meter.mark("forward")
-            # DDP and FSDP average the gradients over the ranks; the factor makes it the sum.
-            scaler.scale(loss * ctx.world_size).backward()
-            run.meter.mark("backward")
-            step_loss += loss.detach()
+            # Adds the gradients of the micro-batch to those of the step.
+            step_loss += compute(micro_batch, valid_tokens, factor, run.meter.mark)
 
         dist.all_reduce(step_loss)  # the sum over the ranks is the mean over all valid tokens
         run.meter.after_backward()  # counts the memory
@@ -275,6 +274,21 @@ def train_epoch_ddp(
             break
 
 
+def forward_and_backward(
+    objects: TrainingObjects, ctx: DistContext, micro_batch, valid_tokens, factor, mark
+) -> torch.Tensor:
+    """Add the gradients of a micro-batch to those of the step; return its part of the loss."""
+    inputs, labels, positions = micro_batch
+    with autocast(objects, ctx):
+        # Sum of the losses of these tokens / valid tokens of all ranks and micro-batches.
+        loss = next_token_loss(objects.model, inputs, labels, valid_tokens, positions, factor)
+    mark("forward")
+    # DDP and FSDP average the gradients over the ranks; the factor makes it the sum.
+    (loss * factor).backward()
+    mark("backward")
+    return loss.detach()
+
+
 def train_epoch_deepspeed(
     run: Run, steps: Iterable[StepBatch], training: TrainingSettings, ctx: DistContext
 ) -> None:
@@ -287,6 +301,8 @@ def train_epoch_deepspeed(
         lr = learning_rate(state.step, state.total_steps, training)
         set_learning_rate(optimizer, lr)
         valid_tokens, all_tokens, stop_requests = count_tokens(step_batch, ctx)
+        # As in train_epoch_ddp. The engine will multiply the loss by the scale itself.
+        factor = torch.full((), ctx.world_size * objects.loss_scale, device=ctx.device)
         step_loss = torch.zeros((), device=ctx.device)
         run.meter.mark("data")
 
@@ -296,9 +312,9 @@ def train_epoch_deepspeed(
             # zero1 reduces the gradients in the last micro-batch only, the others in every one.
             # DeepSpeed would count to a fixed number, but the last step of an epoch may be short.
             engine.set_gradient_accumulation_boundary(is_last)
-            loss = next_token_loss(engine, inputs, labels, valid_tokens, positions)
+            loss = next_token_loss(engine, inputs, labels, valid_tokens, positions, factor)
             run.meter.mark("forward")
-            # world_size as in train_epoch_ddp. valid_tokens covers all micro-batches, so the engine
+            # world_size is the factor of dp. valid_tokens covers all micro-batches, so the engine
             # must not divide by their number (scale_wrt_gas). It scales the loss itself in fp16.
             engine.backward(loss * ctx.world_size, scale_wrt_gas=False)
             run.meter.mark("backward")
@@ -432,11 +448,14 @@ def count_tokens(step_batch: StepBatch, ctx: DistContext) -> torch.Tensor:
     return counts
 
 
-def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=None) -> torch.Tensor:
+def next_token_loss(
+    model: nn.Module, inputs, labels, valid_tokens, positions=None, factor=None
+) -> torch.Tensor:
     """Run the forward pass; return the sum of the next-token cross entropies / `valid_tokens`.
 
     The call of `model` runs the hooks of DDP, FSDP or the engine; those of FSDP and ZeRO-3 gather
-    parameters. The inputs, labels and positions are those of a micro-batch, see StepBatch.
+    parameters. The inputs, labels and positions are those of a micro-batch, see StepBatch. In fp16
+    small gradients would become 0 without the `factor` that the loss is multiplied by.
     """
     # Shift the labels, not the logits: this saves a copy of the largest tensor of the step.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position i predicts token i + 1
@@ -446,7 +465,8 @@ def next_token_loss(model: nn.Module, inputs, labels, valid_tokens, positions=No
         # loss as the code below, but does not store all logits, the largest tensor of a step:
         # add_loss and ChunkedLoss in model/loss.py. The number of tokens is an integer,
         # because FSDP would convert a float to bf16.
-        return model(inputs, targets=targets, tokens=valid_tokens.long(), **options)
+        options |= {"tokens": valid_tokens.long(), "factor": factor}
+        return model(inputs, targets=targets, **options)
     # Models whose output layer scales or caps its logits, or has adapters.
     logits = model(input_ids=inputs, use_cache=False, **options).logits.flatten(0, 1).float()
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -473,15 +493,17 @@ def set_gradient_sync(model: nn.Module, needed: bool) -> None:
 def save_or_stop(run: Run, stop_requests: torch.Tensor) -> bool:
     """Save a checkpoint if one is due; return True if an evaluation is due or the run finished.
 
-    Each rank writes its part of the weights and optimizer states; rank 0 adds the loss scale, the
-    counters of `state` and, with --streaming, the position in the stream. Learning rate, dropout
-    and, without --streaming, the order of the data follow from the flags and the counters. If a
-    rank received a stop signal (`stop_requests` counts them), the run saves and ends.
+    Each rank copies its part of the weights and optimizer states, which a thread writes during the
+    next steps; rank 0 adds the loss scale, the counters of `state` and, with --streaming, the
+    position in the stream. Learning rate, dropout and, without --streaming, the order of the data
+    follow from the flags and the counters. If a rank received a stop signal (`stop_requests` counts
+    them), the run saves, waits until the checkpoint is on disk, and ends.
     """
     run.balance.after_step()  # --rank_shares auto: may change the shares of the ranks
+    run.manager.check_saving()  # raises the error of an earlier save, of a full disk for example
     if run.manager.is_due(run.state):  # --save_every, --save_epochs
         run.log.flush()  # completes the counters
-        run.manager.save(run.state)  # a collective: every rank calls it
+        run.manager.save(run.state)  # every rank calls it
         run.meter.pause()  # no step includes the time of a save
     # On a GPU this reads the count of the previous step, so that the host does not wait.
     if run.manager.stop_requested(stop_requests):
@@ -547,7 +569,11 @@ def build_ddp(
             model.register_comm_hook(None, hook)
     optimizer = create_optimizer(groups, model, training)
     scaler = gradients.loss_scaler(ctx.device, ctx.simulated, enabled=ctx.precision == "fp16")
-    return TrainingObjects(strategy, model, optimizer, scaler)
+    objects = TrainingObjects(strategy, model, optimizer, scaler)
+    if training.cuda_graph:
+        compute = partial(forward_and_backward, objects, ctx)
+        objects.graphs = strategy.record_micro_batches(compute, model)
+    return objects
 
 
 def build_fsdp(
@@ -562,8 +588,8 @@ def build_fsdp(
     from distributed_training.strategies.fsdp.shards import fill_from_rank0, layers_to_shard
 
     options = strategy.options  # --fsdp, --fsdp_config
-    full_model = spec.load(ctx) if ctx.is_main else None  # on the CPU
-    model = spec.on_meta_device()
+    full_model = spec.load(ctx, dtype=spec.weights.dtype) if ctx.is_main else None  # on the CPU
+    model = spec.on_meta_device(spec.weights.in_4bit)  # --load_in_4bit: shapes of packed weights
     # bf16: gathers and computes in bf16, stores shards in fp32, reduces in fp32 or --reduce_dtype.
     # fp16 is left to autocast, whose 16-bit copies of the weights stay until the backward pass.
     dtype = torch.bfloat16 if ctx.precision == "bf16" else None
@@ -573,7 +599,7 @@ def build_fsdp(
     if options.offload:
         fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
     layers = layers_to_shard(model, options)  # the transformer blocks
-    for layer in layers:  # hooks gather a layer's parameters before it computes
+    for layer in reversed(layers):  # hooks gather a layer's parameters before it computes
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **fsdp_options)
     # The rest (embeddings, last norm, output layer) stays gathered until the backward pass.
     fully_shard(model, **fsdp_options)
@@ -581,6 +607,7 @@ def build_fsdp(
         for layer, next_layer in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([next_layer])
     model.to_empty(device="cpu" if options.offload else ctx.device)
+    spec.quantize_from_rank0(model, full_model, ctx.device)  # if they are to be in 4 bits
     fill_from_rank0(model, full_model, ctx.device)  # also buffers
     del full_model
     prepare.prepare_forward(model, settings.model, spec)
@@ -610,10 +637,8 @@ def build_deepspeed(
     """
     import deepspeed
 
-    from distributed_training.strategies.deepspeed.preparation import (
-        hidden_output,
-        prepare_deepspeed,
-    )
+    from distributed_training.run.prepare_deepspeed import prepare_deepspeed
+    from distributed_training.strategies.deepspeed.preparation import hidden_output
 
     training, verbose = settings.training, settings.debug.verbose
     # Creates the NVMe folder, compiles DeepSpeed's ops, fills in each "auto" of the configuration.
@@ -635,7 +660,11 @@ def build_deepspeed(
             if own_optimizer
             else None,
         )
-    return TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
+    objects = TrainingObjects(strategy, engine, optimizer)  # the engine has its own loss scaler
+    if own_optimizer:
+        # DeepSpeed has flattened the weights; Muon must know where the matrices are.
+        objects.sharded_state(ctx.device).place_masters()
+    return objects
 
 
 def partition_with_zero3(
@@ -651,6 +680,7 @@ def partition_with_zero3(
 
     # "auto" is the file's own dtype: a conversion here would copy the whole model.
     model = spec.load(ctx, dtype="auto")
+    strategy.mark_blocks(model)  # the hooks will gather and free a whole block at once
     # Not `with zero.Init()`, which would skip transformers' own initialization of new weights.
     one_by_one = OneByOne(model, ctx.dtype)  # converts a parameter when it is its turn
     with hidden_output(verbose):

@@ -17,6 +17,7 @@ COMMANDS = {
     "scripts/compare_runs.py": "compare-runs",
     "scripts/convert_checkpoint.py": "convert-checkpoint",
     "scripts/distributed_setup.py": "distributed-setup",
+    "scripts/hand_over.py": "hand-over",
     "scripts/plan_memory.py": "plan-memory",
     "scripts/report.py": "report-run",
 }

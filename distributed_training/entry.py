@@ -90,7 +90,7 @@ def prepare_process(argv: list[str], hooks: Hooks) -> tuple[Settings, launching.
 
 def compare_with_accelerate(line: CommandLine) -> CommandLine:
     """Check that the flags have the choices of `accelerate launch`, if it started this process."""
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+    if process.ACCELERATE not in os.environ:
         return line
     from distributed_training.strategies import accelerate  # for its launcher only
 

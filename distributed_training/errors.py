@@ -10,13 +10,14 @@ import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, cast
 
 EXIT_COMPLETED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_OUT_OF_MEMORY = 3
 EXIT_PREEMPTED = 75
+Value = TypeVar("Value")
 
 
 class UserError(Exception):
@@ -231,7 +232,7 @@ def _redact(text: str, secrets: list[str]) -> str:
     return KNOWN_FORMS.sub(HIDDEN, text)
 
 
-def redact_value(value: Any, hidden: str | None = HIDDEN) -> Any:
+def redact_value(value: Value, hidden: str | None = HIDDEN) -> Value:
     """Replace secrets in all texts of a JSON value, and the values of keys with secret names.
 
     Args:
@@ -239,7 +240,7 @@ def redact_value(value: Any, hidden: str | None = HIDDEN) -> Any:
     """
     secrets = _secrets()
 
-    def clean(key: object, item: Any) -> Any:
+    def clean(key: object, item: object) -> object:
         if isinstance(item, dict):
             return {_clean_key(k): clean(k, v) for k, v in item.items()}
         if isinstance(item, list | tuple):
@@ -248,10 +249,10 @@ def redact_value(value: Any, hidden: str | None = HIDDEN) -> Any:
             return item
         return hidden if is_secret_name(str(key)) and item else _redact(item, secrets)
 
-    def _clean_key(key: Any) -> Any:
+    def _clean_key(key: object) -> object:
         return _redact(key, secrets) if isinstance(key, str) else key
 
-    return clean(None, value)
+    return cast(Value, clean(None, value))
 
 
 def same_redacted(saved: object, current: object) -> bool:

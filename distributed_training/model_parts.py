@@ -1,11 +1,26 @@
-"""Parts of a model: its transformer blocks, and the part of a tensor that is on this rank."""
+"""Parts of a model: its transformer blocks, and the parts of a parameter on the ranks."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one parameter in a flat tensor, such as an optimizer's master."""
+
+    name: str
+    start: int  # index of the first element in the flattened parameter
+    offset: int  # index of that element in the flat tensor
+    numel: int
+
+
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a whole parameter; one that ZeRO-3 has partitioned is [0]."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -31,10 +46,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         return any(cls.__name__ in names for cls in type(module).__mro__)
 
     def size(layers: nn.ModuleList) -> int:
-        return sum(
-            math.prod(getattr(parameter, "ds_shape", parameter.shape))
-            for parameter in layers.parameters()
-        )
+        return sum(math.prod(full_shape(parameter)) for parameter in layers.parameters())
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = [module for module in model.modules() if is_block(module)]

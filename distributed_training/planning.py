@@ -7,6 +7,7 @@ from distributed_training import arguments
 from distributed_training.cli.resolve import change_settings, resolve_settings
 from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
+from distributed_training.files.user_files import did_you_mean, shown
 from distributed_training.memory.estimate import MemoryEstimate, predict
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.memory.fit import (
@@ -20,6 +21,7 @@ from distributed_training.rank_shares import AUTO
 from distributed_training.settings import flag_types
 from distributed_training.settings.data import choose_seq_length
 from distributed_training.settings.settings import Settings
+from distributed_training.strategies.table import STRATEGIES
 from distributed_training.units import GB
 from distributed_training.workload.cost import Cost, cost_of_work
 from distributed_training.workload.rate import Rate, assumed_rate
@@ -221,8 +223,12 @@ def _check_flags(flags: JsonObject) -> None:
             "The plan is for one batch_size, and its `largest_batch` is the largest one that fits: "
             "name a number instead of auto."
         )
-    if not isinstance(flags.get("strategy", ""), str):
+    strategy = flags.get("strategy", "dp")
+    if not isinstance(strategy, str):
         raise UserError('strategy is a name, such as "zero2": `STRATEGIES` has all.')
+    if strategy not in (AUTO, *STRATEGIES):  # AUTO has a message of its own
+        guess = did_you_mean(strategy.lower(), STRATEGIES) or f": use {', '.join(STRATEGIES)}."
+        raise UserError(f"strategy={shown(repr(strategy))} is not the name of a strategy{guess}")
 
 
 def _limits(

@@ -27,6 +27,8 @@ ALSO_IF_IGNORED = STOP_SIGNALS[:3]  # all but SIGHUP, because nohup sets it to b
 COMMAND, ENVIRONMENT = [sys.executable, *sys.orig_argv[1:]], dict(os.environ)
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 IMPORTED = time.monotonic()
+# Set by `accelerate launch` for each process that it starts, also without mixed precision.
+ACCELERATE = "ACCELERATE_MIXED_PRECISION"
 RESTARTED = "DISTRIBUTED_TRAINING_RESTARTED"  # set by distributed_training/ranks/restart.py
 
 

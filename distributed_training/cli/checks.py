@@ -17,7 +17,8 @@ from distributed_training.settings.output import OutputSettings
 from distributed_training.settings.settings import DEFAULTS, FACTS
 from distributed_training.strategies.strategy import Resolved, Strategy
 
-DATA_SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
+# Of --dataset: a name that ends with one of them is a file, also if it does not exist.
+DATA_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
 
 # ------------------------------------------------------------------------------ flags and flags
 
@@ -98,17 +99,24 @@ def _problems_of_auto_shares(flags: Options) -> dict[str, bool]:
 
 
 def check_strategy_supports(flags: Options, strategy: Strategy) -> None:
-    """Check that the strategy supports --optim, --rank_shares auto and the kind of adapters."""
-    if flags.load_in_4bit and not strategy.whole_parameters:
+    """Check that the strategy supports what the flags ask for."""
+    if flags.cuda_graph and not strategy.supports_cuda_graph:
+        raise UserError(
+            f"--cuda_graph records a micro-batch of dp, not of {flags.strategy}: leave it out."
+        )
+    if flags.load_in_4bit and not strategy.supports_4bit:
         raise UserError(
             f"--load_in_4bit does not work under {flags.strategy}, which would have to shard "
-            "bitsandbytes' packed weights: use dp, zero1, zero2 or offload."
+            "bitsandbytes' packed weights: use dp, zero1, zero2, offload or fsdp."
         )
-    if flags.lora_dora and strategy.gathers_single_layers:
+    if flags.lora_dora and not strategy.supports_dora(flags.load_in_4bit):
         raise UserError(
-            f"--lora_dora does not work under {flags.strategy}, where a weight is whole only while "
-            "its own layer computes, and DoRA computes norms of it: use dp, zero1, zero2, offload "
-            "or fsdp."
+            f"--lora_dora does not work under {flags.strategy} with --load_in_4bit: peft computes "
+            "the first norms from whole weights in 4 bits. Use dp, zero1, zero2 or offload."
+            if flags.load_in_4bit
+            else f"--lora_dora does not work under {flags.strategy}, where a weight is whole only "
+            "while its own layer computes, and DoRA computes norms of it: use dp, zero1, zero2, "
+            "offload or fsdp."
         )
     if flags.rank_shares == AUTO and flags.compile and not strategy.whole_parameters:
         raise UserError(
@@ -153,7 +161,10 @@ def is_local_dataset(name: str) -> bool:
     """Return whether --dataset is a file or folder, or is written like one; else it is a name."""
     if name in ("pydocs", "wikitext"):
         return False
-    return os.path.exists(name) or name.endswith(DATA_SUFFIXES) or is_local_model(name)
+    # The hub has no name that ends like a file, except behind an owner: OWNER/NAME.en.
+    looks_like_file = Path(name).suffix[1:].islower() and "/" not in name
+    is_file = looks_like_file or name.endswith(DATA_SUFFIXES)
+    return is_file or os.path.exists(name) or is_local_model(name)
 
 
 def scratch_without_hub(model_settings: ModelSettings) -> bool:

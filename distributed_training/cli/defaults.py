@@ -15,8 +15,9 @@ def of_commands(flags: Options) -> dict[str, FlagValues]:
     found: dict[str, FlagValues] = {}
     if flags.check and flags.ddp_timeout > CHECK_SECONDS:
         found["--check"] = {"ddp_timeout": CHECK_SECONDS}
-    if flags.replay:  # it looks for the checkpoint itself; a run file may have `resume: true`
-        found["--replay"] = {"resume": None, "resume_force": False}
+    # It looks for the checkpoint itself (a run file may have `resume: true`), and hooks see layers.
+    if flags.replay:
+        found["--replay"] = {"resume": None, "resume_force": False, "cuda_graph": False}
     if flags.simulate_gpus:
         steps = flags.max_steps or SIMULATED_STEPS
         off = {"eval": False, "no_save": True, "no_export": True, "epochs": None}

@@ -17,7 +17,7 @@ from distributed_training.strategies.strategy import FlagValues
 RENAMED = {name: facts.names for name, facts in FACTS.items() if facts.names}
 # Flags that have nothing to change here; one line names those that were given.
 IGNORED = """
-    attn_implementation bf16_full_eval dataloader_num_workers dataloader_persistent_workers
+    bf16_full_eval dataloader_num_workers dataloader_persistent_workers
     dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc ddp_backend
     ddp_bucket_cap_mb ddp_find_unused_parameters disable_tqdm eval_accumulation_steps
     fp16_full_eval fp16_opt_level half_precision_backend include_num_input_tokens_seen
@@ -122,8 +122,9 @@ def build_parser() -> Parser:
         for name in names:
             add_flag(group, name)
     for name in IGNORED:
-        both = f"--{name}", f"--no_{name}"
-        parser.add_argument(*both, action=SetFlag, nargs="*", help=argparse.SUPPRESS)
+        parser.add_argument(
+            f"--{name}", f"--no_{name}", action=SetFlag, nargs="*", help=argparse.SUPPRESS
+        )
     return parser
 
 

@@ -18,6 +18,7 @@ from distributed_training.settings.output import OutputSettings
 from distributed_training.settings.settings import Hub
 
 PROBE_SECONDS = 4  # the hub answers within 1 s; the clients' own retries take 23 s to 11 minutes
+JSON_ROWS = "json_rows"  # the folder in the cache of `datasets` that has what hub_json.py reads
 LOGIN_COMMAND = "hf auth login"  # before huggingface_hub 0.34: huggingface-cli login
 # What a run needs of a model: names of files in a snapshot, and "weights" unless they are drawn.
 MODEL_FILES = {
@@ -155,7 +156,8 @@ def answers(url: str) -> bool:
 def has_dataset(name: str) -> bool:
     """Return whether the cache of the `datasets` library has a dataset."""
     prepared = os.environ.get("HF_DATASETS_CACHE") or huggingface_home() / "datasets"
-    names = name.replace("/", "___"), name.replace("/", "___").lower()  # of Arrow files
+    joined = name.replace("/", "___")
+    names = joined, joined.lower(), f"{JSON_ROWS}/{joined}"  # of Arrow files
     return any((Path(prepared).expanduser() / part).is_dir() for part in names)
 
 
@@ -167,7 +169,10 @@ def missing_of_model(name: str, with_weights: bool, revision: str | None) -> lis
     """
     from huggingface_hub import snapshot_download
 
+    from distributed_training.files.hub_cache import cached_revision  # only without a network
+
     try:
+        revision = cached_revision(name, revision)
         snapshot = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (OSError, ValueError):  # not in the cache, or not a name of the hub
         return [f"model {name}"]

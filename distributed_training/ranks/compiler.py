@@ -42,21 +42,26 @@ def check_compile(device: str) -> None:
         raise MissingRequirement(f"--compile: {problem}; or leave it out.")
 
 
-def configure_compiler(device: torch.device, hooks_between_layers: bool) -> None:
+def configure_compiler(device: torch.device, gathers_single_layers: bool) -> None:
     """Set what torch.compile does with the graphs of the blocks and of the output layer.
 
     Args:
-        hooks_between_layers: the strategy has other hooks at each layer.
+        gathers_single_layers: of the strategy, which has other hooks at each layer.
     """
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
     # Under DDP the graph of a block would be split, to reduce its gradients earlier.
     dynamo.optimize_ddp = False
-    # Blocks that differ in a number, or compute with and without gradients, need a graph each.
-    # With other hooks at each layer (ZeRO-3) the default of 8 stays.
-    if not hooks_between_layers:
-        dynamo.cache_size_limit = 128  # recompile_limit since torch 2.6
+    # Blocks that differ in a number, compute with and without gradients, or get another length (see
+    # COMPILED_LENGTHS) need a graph each. With other hooks at each layer (infinity, or an own file
+    # of stage 3) the default of 8 stays, and micro-batches have one length.
+    if not gathers_single_layers:
+        dynamo.cache_size_limit = 512  # recompile_limit since torch 2.6
+        dynamo.accumulated_cache_size_limit = 1024
+        # As dynamic=False: otherwise the second length or number of rows compiles kernels for
+        # any, which are slower.
+        dynamo.automatic_dynamic_shapes = False
     if device.type == "cpu":
         inductor.fallback_random = True  # dropout drops the same elements as without --compile
         inductor.disable_padding_cpu = False  # aligned rows, as with ALIGNMENT in loss.py

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from distributed_training import hardware
 from distributed_training.errors import MissingRequirement
 
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")  # Windows Subsystem for Linux
+JETSON = Path("/etc/nv_tegra_release")  # on other computers with ARM cores it does not exist
 # The GPU in an AMD processor, which ROCm's builds of torch do not support, has less memory.
 INTEGRATED_BYTES = 4 << 30
 
@@ -60,6 +62,15 @@ def require_usable() -> None:
             f"This machine has an {vendor} GPU, but {reason}: {remedy}; or add --device cpu to "
             "train on the CPU."
         )
+
+
+def maps_segments() -> bool:
+    """Return whether an NVIDIA GPU of this machine can have allocator segments that grow.
+
+    On WSL and on a Jetson the first allocation fails (pytorch/pytorch#192330).
+    """
+    release, files = platform.release().lower(), (hardware.DEVICES / "dxg", JETSON)
+    return not ("microsoft" in release or "tegra" in release or any(f.exists() for f in files))
 
 
 def _vendor() -> str | None:

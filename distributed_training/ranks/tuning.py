@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from distributed_training.errors import UserError
 from distributed_training.hardware import computes_bf16
-from distributed_training.process import prefer_own_ninja
+from distributed_training.process import ACCELERATE, prefer_own_ninja
 from distributed_training.ranks import gpus
 from distributed_training.ranks.launch import Launch
 
@@ -55,7 +55,7 @@ def tune_process(
         env["OMP_NUM_THREADS"] = cores_per_task or str(share)
     if gpus.vendor_to_use() != "NVIDIA":
         return_freed_memory()
-    elif not any(name in env for name in ALLOCATOR_VARIABLES):
+    elif gpus.maps_segments() and not any(name in env for name in ALLOCATOR_VARIABLES):
         # Batches of chat examples differ in length, and a sharding strategy gathers and frees
         # tensors of many sizes: segments of fixed sizes that fit no new tensor stay reserved.
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -95,7 +95,7 @@ def is_launchers_default(launcher: str) -> bool:
     of offload would then be very slow. The environment in which the launcher, the parent process,
     was started shows which of the two it is.
     """
-    sets_it = launcher == "torchrun" or "ACCELERATE_MIXED_PRECISION" in os.environ
+    sets_it = launcher == "torchrun" or ACCELERATE in os.environ
     if not sets_it or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
     try:

@@ -9,6 +9,7 @@ from distributed_training.settings import flag_types
 from distributed_training.settings.fields import (
     COMPUTED,
     EVALUATIONS,
+    MUST_MATCH,
     ORDER,
     SEQUENCES,
     TOKENS,
@@ -37,9 +38,9 @@ class DataSettings:
         COMPUTED,
         flag_types.place,
         (
-            "pydocs (embedded), wikitext, a file or folder (.txt .jsonl .json .csv .tsv, also "
-            "as .gz, .parquet .arrow), or a hub dataset; or several, also with weights: A:0.7 "
-            "B:0.3 (default: pydocs for tiny-gpt2, else wikitext)"
+            "pydocs (embedded), wikitext, a file or folder (text, .jsonl, .csv, .parquet: "
+            "docs/DATA.md), or a hub dataset; or several, also with weights: A:0.7 B:0.3 "
+            "(default: pydocs for tiny-gpt2, else wikitext)"
         ),
         metavar="NAME",
         nargs="+",
@@ -104,6 +105,7 @@ class DataSettings:
         metavar="SHARE",
         excludes="eval_split validation_split_percentage",
         effect=ORDER,
+        at_resume=MUST_MATCH,
     )
     max_bad_rows: int = flag(
         0,
@@ -124,6 +126,7 @@ class DataSettings:
         "what is trained of conversations and pairs: the assistant's messages, or all",
         choices=("assistant", "all"),
         effect=TOKENS,
+        at_resume=MUST_MATCH,
     )
     # The length of a stream is not known in advance.
     streaming: bool = switch(
@@ -139,6 +142,7 @@ class DataSettings:
         "sequences among which --streaming shuffles, over all ranks",
         metavar="N",
         effect=ORDER,
+        at_resume=MUST_MATCH,
     )
     seq_length: int | None = flag(
         None,
@@ -146,18 +150,21 @@ class DataSettings:
         "tokens in a sequence (default: 512, tiny-gpt2 256, or the model's most)",
         names="block_size max_seq_length max_length",
         effect=SEQUENCES,
+        at_resume=MUST_MATCH,
         planned=True,
     )
     isolate_documents: bool = switch(
         False,
         "tokens attend to their own document only (default: to all earlier ones)",
         effect=SEQUENCES,
+        at_resume=MUST_MATCH,
         planned=True,
     )
     packing: bool = switch(
         False,
         "put several conversations or pairs into a sequence; each attends to itself only",
         effect=SEQUENCES,
+        at_resume=MUST_MATCH,
     )
     num_samples: int | None = flag(
         None,

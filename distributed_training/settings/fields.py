@@ -20,6 +20,8 @@ MODEL, TOKENS, ORDER = "the model", "the tokens", "the order of the data"
 SEQUENCES, DROPPED = "the sequences", "the dropped elements"
 RATE, UPDATES = "the learning rate", "the updates"
 ROUNDING, EVALUATIONS = "rounding", "evaluations"
+# What a resume does if a setting has changed.
+MUST_MATCH, REPORTED = "it is refused without --resume_force", "a line says so"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Facts:
     excludes: tuple[str, ...] = ()
     needs: str | None = None
     effect: str | None = None
-    reported_at_resume: bool = False
+    at_resume: str | None = None
     used_by: str | None = None
     planned: bool = False
 
@@ -44,7 +46,7 @@ def flag(
     excludes: str = "",
     needs: str | None = None,
     effect: str | None = None,
-    reported_at_resume: bool = False,
+    at_resume: str | None = None,
     used_by: str | None = None,
     planned: bool = False,
     **options: object,
@@ -61,15 +63,15 @@ def flag(
         needs: the flag that it needs.
         effect: what it can change in a run, such as UPDATES, for the comparison of runs; None:
             nothing that a loss shows.
-        reported_at_resume: whether a resumed run says that it has changed. Another seed, length of
-            sequences or data is refused (checkpoints/signature.py).
+        at_resume: what a resume does if it has changed: MUST_MATCH, REPORTED, or None: nothing.
+            checkpoints/signature.py adds what depends on several flags, such as the global batch.
         used_by: the only runs in which it has an effect; in others a line says that it has none.
         planned: whether scripts/plan_memory.py has the flag, because the estimate depends on it.
         options: others of argparse's `add_argument`: metavar, choices, nargs, const, and the action
             "append" for a flag that may be repeated, whose value is a tuple.
     """
     others, excluded = tuple(names.split()), tuple(excludes.split())
-    facts = Facts(others, excluded, needs, effect, reported_at_resume, used_by, planned)
+    facts = Facts(others, excluded, needs, effect, at_resume, used_by, planned)
     of_parser = None if default is COMPUTED else default
     metadata = {"default": of_parser, "type": kind, "help": text, "options": options}
     metadata["facts"] = facts

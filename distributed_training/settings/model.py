@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from distributed_training.known_models import EMBEDDED_MODEL
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import DROPPED, MODEL, ROUNDING, flag, switch
+from distributed_training.settings.fields import DROPPED, MODEL, REPORTED, ROUNDING, flag, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +35,29 @@ class ModelSettings:
         False,
         "take the architecture only; random weights drawn from --seed",
         effect=MODEL,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     dropout: float | None = flag(
         None,
         flag_types.probability,
         "dropout probability (default: the model's own)",
         effect=DROPPED,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     fused_gelu: bool = switch(
         True,
         "compute GPT-2's activation as gelu_new, not as the same function in one kernel",
         effect=ROUNDING,
-        reported_at_resume=True,
+        at_resume=REPORTED,
         planned=True,
+    )
+    attn_implementation: str | None = flag(
+        None,
+        flag_types.choice,
+        "attention function of transformers (default: sdpa, where the model has it)",
+        choices=("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        effect=ROUNDING,
+        at_resume=REPORTED,
     )
     gradient_checkpointing: bool = switch(
         False,
@@ -80,7 +88,7 @@ class ModelSettings:
         "dropout before the adapters",
         needs="lora_r",
         effect=DROPPED,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     lora_rslora: bool = switch(
         False,

@@ -6,7 +6,7 @@ from typing import ClassVar
 from distributed_training.files.json_types import JsonObject
 from distributed_training.rank_shares import AUTO
 from distributed_training.settings import flag_types
-from distributed_training.settings.fields import ROUNDING, UPDATES, flag
+from distributed_training.settings.fields import REPORTED, ROUNDING, UPDATES, flag
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.strategies.table import STRATEGIES
 
@@ -24,7 +24,7 @@ class ParallelismSettings:
         "simplest that fits",
         choices=(*STRATEGIES, AUTO),
         effect=ROUNDING,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     ds_config: str | None = flag(
         None,

@@ -8,9 +8,11 @@ from distributed_training.settings import flag_types
 from distributed_training.settings.fields import (
     COMPUTED,
     EVALUATIONS,
+    MUST_MATCH,
     NEED_EVALUATIONS,
     ORDER,
     RATE,
+    REPORTED,
     ROUNDING,
     UPDATES,
     flag,
@@ -31,7 +33,7 @@ class TrainingSettings:
         metavar="N",
         names="per_device_train_batch_size micro_batch_size",
         effect=ROUNDING,
-        reported_at_resume=True,
+        at_resume=REPORTED,
         planned=True,
     )
     global_batch_size: int | None = flag(
@@ -61,7 +63,7 @@ class TrainingSettings:
         flag_types.batch,
         "micro-batches per optimizer step",
         effect=ROUNDING,
-        reported_at_resume=True,
+        at_resume=REPORTED,
         planned=True,
     )
     auto_micro_batch: bool = switch(
@@ -73,14 +75,14 @@ class TrainingSettings:
         "passes over the data (default: 1, or what --max_steps needs)",
         names="num_train_epochs num_epochs",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     max_steps: int | None = flag(
         None,
         flag_types.max_steps,
         "stop after this many optimizer steps",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     skip_steps: tuple[int, ...] = flag(
         (),
@@ -95,7 +97,7 @@ class TrainingSettings:
         "peak learning rate (default: 5e-5, adapters 2e-4, random weights 5e-4; sgd 0.1)",
         names="learning_rate",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     lr_scheduler: str = flag(
         "linear",
@@ -104,14 +106,14 @@ class TrainingSettings:
         choices=("linear", "cosine", "constant", "wsd"),
         names="lr_scheduler_type",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     decay_ratio: float = flag(
         0.1,
         flag_types.real(1),
         "wsd: the decay as a share of all steps, rounded up",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
         used_by="--lr_scheduler wsd",
     )
     decay_type: str = flag(
@@ -120,7 +122,7 @@ class TrainingSettings:
         "wsd: the form of the decay",
         choices=("linear", "1-sqrt"),
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
         used_by="--lr_scheduler wsd",
     )
     min_lr_ratio: float = flag(
@@ -128,7 +130,7 @@ class TrainingSettings:
         flag_types.probability,
         "share of --lr at which the decay ends",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
         used_by="schedules with a decay",
     )
     warmup_steps: int = flag(
@@ -138,14 +140,14 @@ class TrainingSettings:
         names="num_warmup_steps",
         excludes="warmup_ratio",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     warmup_ratio: float = flag(
         0.0,
         flag_types.real(1, zero=True),
         "warm-up as a share of all steps, rounded up",
         effect=RATE,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     optim: str = flag(
         "adamw",
@@ -154,7 +156,7 @@ class TrainingSettings:
         metavar="NAME",
         choices=tuple(OPTIMIZERS),
         effect=UPDATES,
-        reported_at_resume=True,
+        at_resume=REPORTED,
         planned=True,
     )
     adam_beta1: float = flag(
@@ -162,31 +164,31 @@ class TrainingSettings:
         flag_types.probability,
         "AdamW's decay of the first moment",
         effect=UPDATES,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     adam_beta2: float = flag(
         0.999,
         flag_types.probability,
         "AdamW's decay of the second moment",
         effect=UPDATES,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     adam_epsilon: float = flag(
-        1e-08, flag_types.positive_float, "AdamW's epsilon", effect=UPDATES, reported_at_resume=True
+        1e-08, flag_types.positive_float, "AdamW's epsilon", effect=UPDATES, at_resume=REPORTED
     )
     weight_decay: float = flag(
         0.01,
         flag_types.natural_float,
         "none on biases and norms",
         effect=UPDATES,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     max_grad_norm: float = flag(
         1.0,
         flag_types.natural_float,
         "clip the gradient's norm; 0 = never",
         effect=UPDATES,
-        reported_at_resume=True,
+        at_resume=REPORTED,
     )
     device: str = flag(
         "auto",
@@ -205,10 +207,21 @@ class TrainingSettings:
         planned=True,
     )
     seed: int = flag(
-        42, flag_types.whole(0, 2**63 - 1), "weights, order of the data, dropout", effect=ORDER
+        42,
+        flag_types.whole(0, 2**63 - 1),
+        "weights, order of the data, dropout",
+        effect=ORDER,
+        at_resume=MUST_MATCH,
     )
     deterministic: bool = switch(
         False, "only deterministic kernels (slower)", names="full_determinism", effect=ROUNDING
+    )
+    cuda_graph: bool = switch(
+        False,
+        "dp on one GPU: record the kernels of a micro-batch and launch them together (speed not "
+        "measured yet)",
+        excludes="compile gradient_checkpointing load_in_4bit simulate_gpus eval_only",
+        effect=ROUNDING,
     )
     eval: bool = switch(
         True,

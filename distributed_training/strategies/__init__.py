@@ -21,7 +21,8 @@ The folders have the same parts; an engine leaves out a part that it does not ne
     patches.py       changes of the library's behavior      deepspeed/preparation.py
 
 Only in one folder: fsdp/shards.py, which layers are sharded and how the weights get there;
-deepspeed/preparation.py, the steps before the engine is created; deepspeed/ops.py, its C++ ops;
+deepspeed/preparation.py, for run.prepare_deepspeed; deepspeed/blocks.py, what stage 3 gathers at
+once; deepspeed/ops.py, its C++ ops;
 deepspeed/buckets.py, the sizes of its buckets; fsdp/read_options.py, the reading of its options;
 ddp/hooks.py, the dtype in which DDP reduces. The script builds the model (build_ddp, build_fsdp,
 build_deepspeed) and trains it; ENGINES has both functions of each engine. For all engines:

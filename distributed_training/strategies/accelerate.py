@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from distributed_training.errors import UserError
 from distributed_training.files.json_types import JsonObject
 from distributed_training.files.user_files import shown
+from distributed_training.process import ACCELERATE
 from distributed_training.strategies.deepspeed.options import OFFLOADED
 from distributed_training.strategies.deepspeed.strategy import DeepSpeed
 from distributed_training.strategies.fsdp.options import FsdpOptions
@@ -24,7 +25,6 @@ from distributed_training.strategies.fsdp.strategy import FSDP
 from distributed_training.strategies.strategy import FlagValues, Strategy
 from distributed_training.strategies.table import STRATEGIES
 
-MARK = "ACCELERATE_MIXED_PRECISION"  # each of its launchers sets it
 DEEPSPEED = "ACCELERATE_DEEPSPEED_"
 PLACES = {"none": "device", "cpu": "host", "nvme": "nvme"}
 DEFAULTS_OF_FSDP = {
@@ -120,9 +120,9 @@ def check(flags: FlagValues, strategy: Strategy, env: Mapping[str, str]) -> tupl
         _compare_deepspeed(choices, strategy)
     elif choices.is_on("ACCELERATE_USE_FSDP"):
         _compare_fsdp(choices, strategy)
-    precision = choices.text(MARK)
+    precision = choices.text(ACCELERATE)
     if precision not in ("", "no", "fp16", "bf16"):
-        raise _unsupported(f"{MARK}={shown(precision)}")
+        raise _unsupported(f"{ACCELERATE}={shown(precision)}")
     choices.need("precision", precision if precision not in ("", "no") else None)
     choices.need(
         "gradient_accumulation_steps", choices.number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")

@@ -46,9 +46,10 @@ def block_update_if_not_finite(
     """Skip the update, on the device, from the first non-finite loss or gradient norm on.
 
     `if not loss.isfinite()` would make the host wait for the GPU at every step. PyTorch's fused
-    AdamW reads a flag on the device instead. The run then stops when the loss is next logged.
-    DeepSpeed computes the norm inside its update, so with a finite loss a non-finite gradient
-    reaches the weights of stages 1 and 2 in bf16; no checkpoint is saved then.
+    AdamW reads a flag on the device instead. The run then stops when the loss is next logged, which
+    comes before each save. Optimizers without fused kernels update the weights on a GPU until
+    then. DeepSpeed computes the norm inside its update, so with a finite loss a non-finite gradient
+    reaches the weights of stages 1 and 2 in bf16. No checkpoint contains such updates.
 
     Args:
         objects: the optimizer, its flag, and the GradScaler after `unscale_`. In fp16
@@ -57,7 +58,8 @@ def block_update_if_not_finite(
         grad_norm: of all gradients; None for DeepSpeed.
         simulated: with --simulate_gpus nothing is checked.
     Raises:
-        NotFinite: one of them is not finite, and the optimizer cannot read the flag.
+        NotFinite: one of them is not finite, the optimizer cannot read the flag, and the host does
+            not wait for a GPU because of it: on a CPU, and where the update waits anyway.
     """
     if simulated:  # the loss lacks the contributions of the other ranks
         return
@@ -71,7 +73,9 @@ def block_update_if_not_finite(
     first = next((p for group in base.param_groups for p in group["params"]), found_inf)
     same_device = first.device == found_inf.device
     if not (isinstance(base, torch.optim.Optimizer) and base.defaults.get("fused") and same_device):
-        if found_inf.item():
+        # GradScaler reads its own flags, and an update in host memory follows copies to the host.
+        waits_anyway = scaling or not same_device or first.device.type == "cpu"
+        if waits_anyway and found_inf.item():
             raise not_finite(loss.item())
     elif scaling:
         # The optimizer gets the sum of these flags.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ class LiveStates:
     resident: list[torch.Tensor] = field(default_factory=list)
 
 
-def plain_states(model: nn.Module, optimizer: Any) -> LiveStates:
+def plain_states(model: nn.Module, optimizer: object) -> LiveStates:
     """Return the states of PyTorch's own modules and optimizers.
 
     Call it at the end of backward, before the update.
@@ -36,11 +35,11 @@ def plain_states(model: nn.Module, optimizer: Any) -> LiveStates:
     base = base_optimizer(optimizer)
     masters = [parameter for group in base.param_groups for parameter in group["params"]]
     states = [value for state in base.state.values() for value in state.values()]
-    parameters: list[torch.Tensor | None] = []
-    for parameter in model.parameters():
-        parameters.append(parameter.data)
-        # bitsandbytes' scales and tables of a parameter in 4 bits; the scales are quantized too.
-        state = getattr(parameter, "quant_state", None)
+    parameters: list[torch.Tensor | None] = [parameter.data for parameter in model.parameters()]
+    # bitsandbytes' scales and tables of weights in 4 bits; the scales are quantized too. FSDP's
+    # shards have none, but their layers do.
+    for holder in (*model.parameters(), *model.modules()):
+        state = getattr(holder, "quant_state", None)
         while state is not None:
             parameters += [v for v in vars(state).values() if isinstance(v, torch.Tensor)]
             state = state.state2

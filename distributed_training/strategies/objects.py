@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from distributed_training.strategies.live_states import LiveStates
 from distributed_training.strategies.optimizer_shards import ShardedState
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.strategies.wrapped import unwrapped
+
+if TYPE_CHECKING:
+    from distributed_training.strategies.ddp.micro_batch_graph import MicroBatchGraphs
 
 
 @dataclass
@@ -27,12 +30,18 @@ class TrainingObjects:
     # bool scalar on the device, true after the first non-finite loss or gradient norm: see
     # `block_update_if_not_finite`.
     found_inf: torch.Tensor | None = None
+    graphs: MicroBatchGraphs | None = None  # with --cuda_graph
 
     def not_finite_flag(self, device: torch.device) -> torch.Tensor:
         """Return `found_inf`, which is created at the first call."""
         if self.found_inf is None:
             self.found_inf = torch.zeros((), dtype=torch.bool, device=device)
         return self.found_inf
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which DeepSpeed's engine multiplies the loss: 1, except in fp16."""
+        return float(getattr(getattr(self.optimizer, "loss_scaler", None), "cur_scale", 1))
 
     @property
     def module(self) -> nn.Module:

@@ -21,18 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed_training.model_parts import local_part
+from distributed_training.model_parts import Piece, full_shape, local_part
 from distributed_training.optimizers import optimizer_of
-from distributed_training.strategies.wrapped import base_optimizer, full_shape
-
-
-class Piece(NamedTuple):
-    """Consecutive elements of one parameter in a master."""
-
-    name: str
-    start: int  # index of the first element in the flattened parameter
-    offset: int  # index of that element in the master
-    numel: int
+from distributed_training.strategies.wrapped import base_optimizer
 
 
 class Shard(NamedTuple):
@@ -71,6 +62,11 @@ class ShardedState:
     def _find_shards(self) -> Iterator[Shard]:
         raise NotImplementedError
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether masters are on NVMe, and in memory only while they are open."""
+        return False
+
     @contextmanager
     def open(
         self, shard: Shard, write: bool = False, moments: bool = True
@@ -94,6 +90,9 @@ class ShardedState:
     def _moments(self, key: torch.Tensor, create: bool) -> dict[str, torch.Tensor]:
         """Return the states of a master that have an element for each of its own, in fp32."""
         return self.optimizer.load(self.base, key, create)
+
+    def place_masters(self) -> None:
+        """Tell an optimizer of whole matrices which elements the flat masters of all ranks have."""
 
     def finish_writing(self) -> None:
         """Update the working copies of the parameters from the masters; all ranks call it."""

@@ -62,6 +62,8 @@ class Strategy:
     autocast_precisions: ClassVar[frozenset[str]] = frozenset(["bf16", "fp16"])
     # Bytes of the engine's library in a process that trains on a CPU.
     library_bytes: ClassVar[int] = 0
+    # Whether --cuda_graph may record a micro-batch on one GPU.
+    supports_cuda_graph: ClassVar[bool] = False
 
     title: str  # its full name
     # The model states of which each rank keeps a part, of "parameters", "gradients" and
@@ -76,6 +78,19 @@ class Strategy:
     def whole_parameters(self) -> bool:
         """Whether every rank holds the whole model."""
         return "parameters" not in self.sharded
+
+    @property
+    def supports_4bit(self) -> bool:
+        """Whether frozen weights may be in 4 bits: bitsandbytes packs them into other shapes."""
+        return self.whole_parameters
+
+    def supports_dora(self, in_4bit: bool) -> bool:
+        """Return whether a block may compute DoRA's norms of whole weights.
+
+        Args:
+            in_4bit: peft computes the first norms from weights in 4 bits, which must be whole.
+        """
+        return self.whole_parameters or not (in_4bit or self.gathers_single_layers)
 
     @property
     def offloads(self) -> bool:
@@ -108,19 +123,25 @@ class Strategy:
         return True
 
     @property
-    def hooks_between_layers(self) -> bool:
-        """Whether torch.compile sees other hooks at each layer, and needs a graph for each."""
-        return False
-
-    @property
     def gathers_single_layers(self) -> bool:
-        """Whether a weight is whole only while its own layer computes, and not its whole block."""
+        """Whether a weight is whole only while its own layer computes, and not its whole block.
+
+        torch.compile then sees other hooks at each layer of a block, and needs a graph for each.
+        """
         return False
 
     @property
     def replaces_linear(self) -> bool:
         """Whether torch.nn.Linear is replaced by a version that always saves its input."""
         return False
+
+    def on_ranks(self, world_size: int) -> Strategy:
+        """Return the strategy that trains on a number of ranks, also simulated ones.
+
+        A single rank has nothing to shard. An engine that would only lose time there trains
+        without sharding.
+        """
+        return self
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return why the strategy does not support an optimizer, or None if it does."""
@@ -167,6 +188,13 @@ class Strategy:
                 release trains the strategy wrongly.
         """
 
+    def check_4bit(self) -> None:
+        """Check what frozen weights in 4 bits need, if the strategy supports them.
+
+        Raises:
+            MissingRequirement: the installed torch cannot shard them.
+        """
+
     def needed_ops(self) -> list[str]:
         """Return the names of C++ ops that must be compiled once."""
         return []
@@ -189,6 +217,13 @@ class Strategy:
 
     # ------------------------------------------------------------------------------------- memory
 
+    def check_model(self, build: Callable[[], nn.Module]) -> None:
+        """Check that the options of the strategy fit the model that `build` returns, without data.
+
+        Raises:
+            UserError: they do not.
+        """
+
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """Estimate the memory of the model states of one rank.
 
@@ -200,7 +235,7 @@ class Strategy:
 
     # --------------------------------------------------------------------------- states on a rank
 
-    def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
+    def states_of(self, model: nn.Module, optimizer: object, device: torch.device) -> ShardedState:
         """Return the fp32 weights and optimizer states of this rank, for checkpoints and export.
 
         Args:
@@ -208,7 +243,7 @@ class Strategy:
         """
         raise NotImplementedError
 
-    def live_states(self, model: nn.Module, optimizer: Any) -> LiveStates:
+    def live_states(self, model: nn.Module, optimizer: object) -> LiveStates:
         """Return the tensors of the model states that are in memory at present."""
         from distributed_training.strategies.live_states import plain_states
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "module", model)
 
 
-def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def base_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer inside DeepSpeed's."""
     return getattr(optimizer, "optimizer", optimizer)
 
@@ -24,8 +24,3 @@ def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModule]:
     """Return whether FSDP2 shards the parameters of a module, without an import of FSDP."""
     return hasattr(module, "set_requires_gradient_sync")
-
-
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter; one that ZeRO-3 has partitioned is [0]."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -16,6 +16,7 @@ LOSS, BACKWARD, END, UPDATE = "loss", "backward", "end of backward", "update"
 STEP = (LOSS, BACKWARD, END, UPDATE)
 # Places of model states outside of the GPU.
 HOST, NVME = ("host",), ("nvme",)
+SAVING = ("saving",)  # host memory that saves need in addition; without it training waits for them
 
 # Layers whose input is the norm before attention, and the norm before the MLP.
 FIRST_OF_ATTENTION = ("c_attn", "query_key_value", "q_proj", "k_proj", "v_proj")
@@ -27,7 +28,7 @@ class Term(NamedTuple):
 
     name: str
     size: int  # bytes of one rank; negative if it reduces another term
-    phases: tuple[str, ...]  # when it is in memory: of STEP; or "host" or "nvme", where it is
+    phases: tuple[str, ...]  # when it is in memory: of STEP; or where: HOST, NVME, SAVING
 
 
 def activation_terms(work: Workload) -> list[Term]:
@@ -68,8 +69,6 @@ def activation_terms(work: Workload) -> list[Term]:
         final_norm = 4 if adapters else trained
     else:
         final_norm = work.layer_norm
-    if work.precision == "fp16":  # backward computes the logits again from the loss's input
-        final_norm += stream
     terms.append(Term("activations: final norm", work.tokens * final_norm * m.hidden, held))
     if work.kernels.attention_mask:
         terms.append(Term("attention mask", work.tokens * work.seq_length, held))  # bools
@@ -194,8 +193,7 @@ def kept_by_loss(work: Workload) -> int:
     """Return the bytes that the loss keeps from forward until backward."""
     if work.loss_in_graph:
         return work.item * work.tokens * work.model.embedding.vocabulary
-    # In fp16 backward computes the gradients.
-    return 0 if work.precision == "fp16" else gradients_of_head(work)
+    return gradients_of_head(work)
 
 
 def gradients_of_head(work: Workload) -> int:

@@ -51,6 +51,7 @@ _QWEN_HALF = ("qwen2", 896, 4864, 24, 14, 2, 151936, 32768)
 # Short name, name on the hub, and the values of these keys.
 _ROWS = (
     ("Llama-2-7B", "meta-llama/Llama-2-7b-hf", "llama", 4096, 11008, 32, 32, 32, 32000, 4096),
+    ("Llama-2-13B", "meta-llama/Llama-2-13b-hf", "llama", 5120, 13824, 40, 40, 40, 32000, 4096),
     ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama", 4096, 14336, 32, 32, 8, 128256, 8192),
     ("Qwen2.5-7B", "Qwen/Qwen2.5-7B", "qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
     ("Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", *_QWEN_HALF),

@@ -8,6 +8,7 @@ For a device that is not in the table no MFU is reported: a wrong MFU is worse t
 from __future__ import annotations
 
 import re
+from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from distributed_training.errors import UserError
@@ -43,8 +44,47 @@ class Peak(NamedTuple):
         return 1e12 * self.half if precision == "fp16" or self.bf16 else None
 
 
+# Numbers of cores and boost clocks in GHz of GeForce RTX 30, 40 and 50, from nvidia.com. Without
+# cards whose name stands for several numbers of cores, such as RTX 3050 and 3080.
+GEFORCE = (
+    ("3060", 3584, 1.78),
+    ("3060 Ti", 4864, 1.67),
+    ("3070", 5888, 1.73),
+    ("3070 Ti", 6144, 1.77),
+    ("3080 Ti", 10240, 1.67),
+    ("4060", 3072, 2.46),
+    ("4060 Ti", 4352, 2.54),
+    ("4070", 5888, 2.48),
+    ("4070 SUPER", 7168, 2.48),
+    ("4070 Ti", 7680, 2.61),
+    ("4070 Ti SUPER", 8448, 2.61),
+    ("4080", 9728, 2.51),
+    ("4080 SUPER", 10240, 2.55),
+    ("5060", 3840, 2.5),
+    ("5060 Ti", 4608, 2.57),
+    ("5070", 6144, 2.51),
+    ("5070 Ti", 8960, 2.45),
+    ("5080", 10752, 2.62),
+)
+
+
+def _geforce(name: str, cores: int, ghz: float) -> Peak:
+    """Return the entry of a GeForce RTX 30, 40 or 50.
+
+    A core multiplies and adds once in a cycle; the matrix units are as fast in TF32, and twice as
+    fast in fp16 with fp32 accumulation (whitepapers of GA102, Ada and RTX Blackwell).
+    """
+    fp32 = 2 * cores * ghz / 1000
+    return Peak(f"GeForce RTX {name}", 2 * fp32, fp32, fp32, "nvidia.com: cores, boost clock")
+
+
 PEAKS = (
+    Peak("GB200", 2500, 1250, 80, "GB200 NVL72 datasheet, a 72nd, half of the sparse figures"),
+    Peak(
+        "B300( SXM6 AC)?", 2250, 1125, 75, "HGX B300 datasheet, an eighth, half of the sparse ones"
+    ),
     Peak("B200", 2250, 1125, 75, "HGX B200 (Blackwell datasheet)"),
+    Peak("H20", 148, 74, 44, "H20 datasheet"),
     Peak(r"GH200 \d+GB", 989.4, 494.7, 66.9, "GH200 Grace Hopper datasheet"),
     Peak("H200", 989.4, 494.7, 66.9, "H200 datasheet, SXM"),
     Peak("H200 NVL", 835.5, 417.5, 60, "H200 datasheet, NVL"),
@@ -58,12 +98,35 @@ PEAKS = (
     Peak("L40S", 362.05, 183, 91.6, "L40S datasheet"),
     Peak("L40", 181.05, 90.5, 90.5, "L40 datasheet"),
     Peak("L4", 121, 60, 30.3, "L4 datasheet"),
+    Peak("A2", 18, 9, 4.5, "A2 datasheet"),
+    # Workstation cards multiply fp16 and bf16 at the full rate: half of the sparse figure, for Ada
+    # a fourth of that of fp8, for Blackwell an eighth of that of fp4. TF32 is half of it.
+    Peak(
+        "RTX PRO 6000 Blackwell Workstation Edition", 500, 250, 125, "RTX PRO 6000 datasheet: 4,000"
+    ),
+    Peak("RTX PRO 6000 Blackwell Max Q Workstation Edition", 438.9, 219.4, 110, "datasheet: 3,511"),
+    Peak("RTX 5000 Ada Generation", 1044.4 / 4, 1044.4 / 8, 65.3, "RTX 5000 Ada datasheet"),
+    Peak("RTX 4500 Ada Generation", 634 / 4, 634 / 8, 39.6, "RTX 4500 Ada datasheet"),
+    Peak("RTX 4000 Ada Generation", 427.6 / 4, 427.6 / 8, 26.7, "RTX 4000 Ada datasheet"),
+    Peak("RTX 4000 SFF Ada Generation", 306.8 / 4, 306.8 / 8, 19.2, "RTX 4000 SFF Ada datasheet"),
+    Peak("RTX 2000 Ada Generation", 191.9 / 4, 191.9 / 8, 12, "RTX 2000 Ada datasheet"),
+    Peak("RTX A5500", 272.8 / 2, 272.8 / 4, 34.1, "RTX A5500 datasheet"),
+    Peak("RTX A5000", 222.2 / 2, 222.2 / 4, 27.8, "RTX A5000 datasheet"),
+    Peak("RTX A4500", 189.2 / 2, 189.2 / 4, 23.7, "RTX A4500 datasheet"),
+    Peak("RTX A4000", 153.4 / 2, 153.4 / 4, 19.2, "RTX A4000 datasheet"),
+    Peak("RTX A2000( 12GB)?", 63.9 / 2, 63.9 / 4, 8, "RTX A2000 datasheet"),
     Peak("RTX A6000", 154.8, 77.4, 38.7, "GA102 architecture whitepaper"),
     Peak("RTX 6000 Ada Generation", 364.2, 182.1, 91.1, "RTX 6000 Ada datasheet"),
+    *starmap(_geforce, GEFORCE),
     Peak("GeForce RTX 3090", 71, 35.6, 35.6, "GA102 architecture whitepaper"),
     Peak("GeForce RTX 3090 Ti", 80, 40, 40, "Ada architecture whitepaper, comparison"),
     Peak("GeForce RTX 4090", 165.2, 82.6, 82.6, "Ada architecture whitepaper"),
     Peak("GeForce RTX 5090", 209.5, 104.8, 104.8, "RTX Blackwell architecture whitepaper"),
+    Peak("TITAN RTX", 130.5, None, 16.3, "TITAN RTX datasheet", bf16=False),
+    Peak("GeForce RTX 2070", 29.9, None, 7.5, "Turing architecture whitepaper", bf16=False),
+    Peak("GeForce RTX 2080", 40.3, None, 10.1, "Turing architecture whitepaper", bf16=False),
+    Peak("Quadro RTX 5000", 89.2, None, 11.2, "Turing architecture whitepaper", bf16=False),
+    Peak("Quadro RTX 4000", 57, None, 7.1, "Quadro RTX 4000 datasheet", bf16=False),
     Peak("GeForce RTX 2080 Ti", 53.8, None, 13.4, "Turing architecture whitepaper", bf16=False),
     Peak("Quadro RTX (6000|8000)", 130.5, None, 16.3, "Turing architecture whitepaper", bf16=False),
     Peak("T4", 65, None, 8.1, "T4 datasheet", bf16=False),

@@ -163,16 +163,44 @@ class Workload:
         return self.frozen + self.trained
 
     @property
-    def frozen_bytes(self) -> int:
-        """Bytes of the frozen weights in a whole model: in the dtype of computations, or in 4 bits.
+    def packed(self) -> list[int]:
+        """Elements of each weight of a transformer block that is in 4 bits."""
+        return self.model.matrices if self.in_4bit else []
 
-        Four bits an element, a scale of 8 bits for each 64, and for each 256 of these one in fp32
-        (double quantization, Dettmers et al., arXiv 2305.14314); two tables of a weight's values.
+    def bytes_of(self, elements: int, item: int, blocks: int) -> int:
+        """Return the bytes of parameters, without the scales of those in 4 bits.
+
+        Args:
+            elements: of all of them, among them the linear layers of `blocks` transformer blocks.
+            item: bytes of an element that is not in 4 bits.
         """
-        weights = self.model.matrices if self.in_4bit else []
-        in_block = sum(n // 2 + n // 64 + 4 * -(-n // (64 * 256)) + 4 * (16 + 256) for n in weights)
-        others = sum(self.frozen) - self.model.layers * sum(weights)
-        return self.model.layers * in_block + self.item * others
+        in_4bit = blocks * sum(self.packed)
+        return item * (elements - in_4bit) + in_4bit // 2
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of all weights in 4 bits.
+
+        A scale of 8 bits for each 64 elements, and for each 256 of these one in fp32 (double
+        quantization, Dettmers et al., arXiv 2305.14314); two tables of a weight's values.
+        """
+        of_block = sum(n // 64 + 4 * -(-n // (64 * 256)) + 4 * (16 + 256) for n in self.packed)
+        return self.model.layers * of_block
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of all frozen weights, in the dtype of computations or in 4 bits."""
+        whole = self.bytes_of(sum(self.frozen), self.item, self.model.layers)
+        return whole + self.scale_bytes
+
+    @property
+    def frozen_shard_bytes(self) -> int:
+        """Bytes of one rank's shards of the frozen weights; the scales stay whole."""
+        n, layers = self.world_size, self.model.layers
+        packed = layers * self.packed
+        others = shard_elements(self.frozen, n) - shard_elements(packed, n)
+        in_4bit = shard_elements([elements // 2 for elements in packed], n)
+        return self.item * others + in_4bit + self.scale_bytes
 
     @property
     def in_4bit(self) -> bool:
@@ -219,6 +247,10 @@ class Workload:
             sizes: elements of each tensor that the optimizer updates: parameters, or shards.
         """
         return OPTIMIZERS[self.optimizer].state_bytes(sizes, self)
+
+    def groups_of_matrices(self, sizes: list[int]) -> list[list[int]]:
+        """Return the sizes of matrices in each parameter group that the optimizer has for them."""
+        return OPTIMIZERS[self.optimizer].groups_of_matrices(sizes, self)
 
     def update_temporaries(self, elements: int) -> int:
         """Return the temporary bytes while the optimizer updates its largest tensor."""

@@ -3,14 +3,21 @@
 import json
 from dataclasses import replace
 from operator import attrgetter
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import PROJECT
 
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
+from distributed_training.files.json_types import lookup
 from distributed_training.strategies.deepspeed import preparation
-from distributed_training.strategies.deepspeed.options import ModelSizes, complete_ds_config
+from distributed_training.strategies.deepspeed.options import (
+    ModelSizes,
+    complete_ds_config,
+    read_ds_config,
+)
 from distributed_training.strategies.table import STRATEGIES
 
 STAGE2 = {"zero_optimization": {"stage": 2}}
@@ -139,7 +146,8 @@ def test_an_optimizer_in_host_memory_needs_cpu_adam(read):
     "content, needs_no_op",
     [
         (optimizer("Adam", lr="auto", betas="auto", eps="auto", weight_decay="auto"), True),
-        (optimizer("Adam", adam_w_mode=False), False),
+        (optimizer("Adam", adam_w_mode=True, bias_correction=True, amsgrad=False), True),
+        (optimizer("AdamW", adam_w_mode=False, torch_adam=True), True),
         (optimizer("Adam") | zero(2, offload_optimizer={"device": "cpu"}), False),
     ],
 )
@@ -147,6 +155,22 @@ def test_adam_of_a_file_is_pytorchs(read, content, needs_no_op):
     """DeepSpeed's own is compiled, on a GPU by an nvcc that fits torch."""
     params = read(content).strategy.config["optimizer"]["params"]
     assert params.get("torch_adam", False) is needs_no_op
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (optimizer("Adam", adam_w_mode=False), "adam_w_mode"),  # L2 instead of weight decay
+        (optimizer("AdamW", amsgrad=True), "amsgrad"),
+        (optimizer("AdamW", bias_correction=False), "bias_correction"),
+        (optimizer("AdamW", weight_decy=0.1), "weight_decay"),
+        (optimizer("AdamW", muon_lr=0.1), "muon_lr"),
+    ],
+)
+def test_another_adam_is_refused_before_the_training(read, content, says):
+    """Its states could not be saved, or the parameter would end in a TypeError of the optimizer."""
+    with pytest.raises(UserError, match=says):
+        read(content)
 
 
 def test_the_timer_that_synchronizes_is_off(read):
@@ -163,14 +187,85 @@ def test_loss_scaling_of_a_file_is_kept(read):
     assert whole["fp16"] == {"enabled": True, **own}
 
 
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
-    "strategy, ranks, overlaps", [("zero2", 1, False), ("zero2", 2, True), ("zero3", 1, True)]
+    "content, ranks, overlaps",
+    [
+        (zero(2, overlap_comm="auto"), 1, False),
+        (zero(2, overlap_comm="auto"), 2, True),
+        (zero(3, overlap_comm="auto"), 1, True),
+        (zero(2, overlap_comm="auto", **OFFLOAD), 1, True),
+        (zero(3, overlap_comm=False), 1, False),
+    ],
 )
-def test_reductions_overlap_where_there_is_something_to_overlap(strategy, ranks, overlaps):
-    """Stage 3 also overlaps copies, on one rank too."""
-    config = parse_arguments(["--strategy", strategy]).strategy.config
-    whole = complete_ds_config(config, "bf16", MODEL, ranks, None)
+def test_reductions_overlap_where_there_is_something_to_overlap(read, content, ranks, overlaps):
+    """On one rank stage 3 waits for the stream of its gathers; offload copies gradients."""
+    whole = complete_ds_config(read(content).strategy.config, "bf16", MODEL, ranks, None)
     assert whole["zero_optimization"]["overlap_comm"] is overlaps
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "offload", "infinity"])
+def test_own_files_overlap_on_one_rank(strategy):
+    config = parse_arguments(["--strategy", strategy]).strategy.config
+    whole = complete_ds_config(config, "bf16", MODEL, 1, "/tmp")
+    assert whole["zero_optimization"]["overlap_comm"] is True
+
+
+def test_stage_3_waits_for_the_stream_of_its_gathers(monkeypatch):
+    """On one rank for each parameter: why it must not be the stream of the computation."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    stream, parameter = MagicMock(), SimpleNamespace(ds_status=None)
+    accelerator = SimpleNamespace(
+        resolves_data_dependency=lambda: False, current_stream=lambda: stream
+    )
+    monkeypatch.setattr(partition_parameters, "get_accelerator", lambda: accelerator)
+    handle = object.__new__(partition_parameters.NoGatherHandle)
+    vars(handle).update(_NoGatherHandle__param=parameter, _NoGatherHandle__complete=False)
+    handle.wait()
+    stream.synchronize.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    "content, flags, key, value",
+    [
+        # DeepSpeed's defaults have changed: 1.0 since PR 8068, true since PR 8035.
+        ({}, ["--max_grad_norm", "0"], "gradient_clipping", 0),
+        ({"gradient_clipping": "auto"}, ["--max_grad_norm", "0"], "gradient_clipping", 0),
+        ({}, [], "gradient_clipping", 1),
+        ({}, [], "bf16.check_grad_overflow", False),
+        ({"bf16": {"enabled": "auto"}}, [], "bf16.check_grad_overflow", False),
+        ({"bf16": {"check_grad_overflow": True}}, [], "bf16.check_grad_overflow", True),
+    ],
+)
+def test_values_do_not_depend_on_the_defaults_of_deepspeed(read, content, flags, key, value):
+    whole = complete_ds_config(read(content, *flags).strategy.config, "bf16", MODEL, 1, None)
+    assert lookup(whole, key) == value
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
+def test_own_files_have_the_values_whose_defaults_have_changed(strategy):
+    content = read_ds_config(f"{PROJECT}/{STRATEGIES[strategy].config_file}")
+    assert content["bf16"]["check_grad_overflow"] is False
+    assert content["gradient_clipping"] == "auto"
+
+
+SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def test_gradients_of_stage_1_in_bf16_are_not_added_in_fp32(read):
+    config = read(zero(1) | SUMS_IN_FP32).strategy.config
+    with pytest.raises(UserError, match=r"grad_accum_dtype .* use --strategy zero2"):
+        complete_ds_config(config, "bf16", MODEL, 1, None)
+
+
+@pytest.mark.parametrize("stage, precision", [(1, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_gradients_can_be_added_in_fp32(read, stage, precision):
+    config = read(zero(stage) | SUMS_IN_FP32).strategy.config
+    whole = complete_ds_config(config, precision, MODEL, 1, None)
+    assert lookup(whole, "data_types.grad_accum_dtype") == "fp32"
 
 
 def test_an_auto_value_without_a_rule_is_refused(read):
@@ -193,3 +288,20 @@ def test_the_written_file_means_the_same(tmp_path, strategy):
     assert again.training.batch_size == 3
     config = again.strategy.config
     assert complete_ds_config(config, "bf16", MODEL, 1, str(tmp_path)) == first
+
+
+@pytest.mark.parametrize(
+    "content, precision, micro_batches, warns",
+    [
+        (zero(2), "bf16", 64, True),
+        (zero(2), "bf16", 63, False),
+        (zero(2), "fp32", 512, False),
+        (zero(2) | SUMS_IN_FP32, "bf16", 512, False),
+    ],
+)
+def test_sums_of_many_gradients_in_bf16_are_named(
+    read, capsys, content, precision, micro_batches, warns
+):
+    strategy = read(content).strategy
+    preparation.warn_of_sums_in_bf16(strategy, precision, micro_batches)
+    assert ("micro-batches in bf16" in "".join(capsys.readouterr())) == warns

@@ -4,6 +4,7 @@ and with what.
 None of this shows that a GPU does what is asked for; tools/benchmarks/gpu_check.sh does.
 """
 
+import platform
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,14 +19,20 @@ from transformers.integrations import sdpa_attention
 from distributed_training import hardware
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.batches import StepBatch, copy_ahead
+from distributed_training.data.sequences import COMPILED_LENGTHS
 from distributed_training.errors import MissingRequirement, UserError
+from distributed_training.memory.fit import workload_of
+from distributed_training.model import loss
+from distributed_training.model.attention import set_attention
+from distributed_training.model.config import gpt2_config
 from distributed_training.model.prepare import configure_transformers
+from distributed_training.model.weights import from_config
 from distributed_training.ranks import compiler, gpus, tuning, unusable_gpu
 from distributed_training.ranks.context import DistContext
 from distributed_training.ranks.launch import Launch
-from distributed_training.ranks.process_group import Arrival, RankDevice, compare_devices
+from distributed_training.ranks.meeting import Arrival, RankDevice, compare_devices
 from distributed_training.ranks.tuning import choose_device, choose_hardware, choose_precision
-from distributed_training.records.results_types import PHASES
+from distributed_training.records.metrics_file import PHASES
 from distributed_training.run import start_log
 from distributed_training.run.start_log import say_settings
 from distributed_training.run.step_meter import StepMeter
@@ -358,6 +365,35 @@ def test_threads_that_the_user_has_chosen_are_kept(
     assert tuning.os.environ["OMP_NUM_THREADS"] == threads
 
 
+@pytest.mark.parametrize(
+    ("release", "files", "own", "expected"),
+    [
+        ("6.8.0-45-generic", [], {}, "expandable_segments:True"),
+        ("6.8.0-1010-nvidia-64k", [], {}, "expandable_segments:True"),  # Grace: ARM, no Jetson
+        ("5.15.153.1-microsoft-standard-WSL2", ["dev/dxg"], {}, None),
+        ("6.6.0-of-the-user", ["dev/dxg"], {}, None),  # WSL with another kernel
+        ("5.15.136-tegra", ["etc/nv_tegra_release"], {}, None),
+        ("5.15.136-of-the-user", ["etc/nv_tegra_release"], {}, None),
+        ("5.15.136-tegra", [], {}, None),  # a container on a Jetson
+        ("6.8.0-45-generic", [], {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+    ],
+)
+def test_segments_grow_where_the_driver_maps_memory(
+    monkeypatch, tmp_path, release, files, own, expected
+):
+    for name in ("dev", "etc"):
+        (tmp_path / name).mkdir()
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(gpus, "JETSON", tmp_path / "etc/nv_tegra_release", raising=False)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    monkeypatch.setattr(gpus, "vendor_to_use", lambda: "NVIDIA")
+    monkeypatch.setattr(tuning.os, "environ", {"PATH": "/bin", **own})
+    tuning.tune_process(ALONE, *[False] * 4)
+    assert tuning.os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+
+
 def test_settings_of_glibc_that_the_user_has_chosen_are_kept(monkeypatch):
     calls = []
     library = SimpleNamespace(mallopt=lambda number, value: calls.append(number))
@@ -450,3 +486,160 @@ def test_what_torch_compile_needs_is_checked_first(
     monkeypatch.setattr(compiler.importlib.util, "find_spec", find)
     with pytest.raises(UserError, match=said) if said else nullcontext():
         compiler.check_compile(device)
+
+
+def test_each_length_and_number_of_rows_has_its_own_graph():
+    """Graphs for any length are slower; 12 blocks that differ exceed torch's limit of 8."""
+    from torch._dynamo import config, reset
+    from torch._inductor import config as inductor
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden):
+            return 2 * hidden
+
+    def compile_graph(graph, inputs):
+        graphs.append(all(isinstance(t, torch.Tensor) for t in inputs))  # no symbols of lengths
+        return graph
+
+    def unchanged(module, *names):
+        return module.patch({name: getattr(module, name) for name in names})  # restored at its end
+
+    limits = ("cache_size_limit", "accumulated_cache_size_limit")
+    of_dynamo = unchanged(config, "optimize_ddp", "automatic_dynamic_shapes", *limits)
+    with of_dynamo, unchanged(inductor, "fallback_random", "disable_padding_cpu"):
+        compiler.configure_compiler(torch.device("cpu"), gathers_single_layers=False)
+        graphs, layer = [], Layer()
+        layer.compile(backend=compile_graph)
+        for rows, length in [(4, 64), (4, 128), (2, 128), (4, 192), (4, 256)] * 2:
+            for with_gradients in (True, False):
+                with torch.set_grad_enabled(with_gradients):
+                    layer(torch.zeros(rows, length, 8))
+        assert all(getattr(config, name) >= 48 * 2 * COMPILED_LENGTHS for name in limits)
+    reset()
+    assert graphs == [True] * 10
+
+
+def test_rows_of_logits_are_aligned_in_each_precision_of_a_gpu():
+    """cuBLAS uses the matrix units at full speed if rows begin at multiples of 16 bytes."""
+    for size in (2, 4):
+        columns = 50_257 + -50_257 % loss.ALIGNMENT["cuda", size]
+        assert columns * size % 16 == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "dtype, autocast, rows",
+    [
+        (torch.bfloat16, False, 104),
+        (torch.float32, True, 104),
+        (torch.float32, False, 101),  # a padded weight would be a copy
+    ],
+)
+def test_a_compiled_head_has_aligned_rows_and_the_same_loss(
+    monkeypatch, dtype, autocast, rows, bias
+):
+    monkeypatch.setattr(loss, "ALIGNMENT", {("cpu", 2): 8, ("cpu", 4): 8})
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 101, bias=bias, dtype=dtype)
+    hidden, targets = torch.randn(2, 6, 16, dtype=dtype), torch.randint(0, 101, (2, 6))
+    targets[0, :3] = loss.IGNORED
+    products, product = [], torch.nn.functional.linear
+    monkeypatch.setattr(
+        loss.F, "linear", lambda h, w, b=None: products.append(len(w)) or product(h, w, b)
+    )
+
+    def loss_and_gradient() -> tuple[float, torch.Tensor]:
+        head.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = head(hidden, targets, torch.tensor(9))
+        value.backward()
+        return value.item(), head.weight.grad.double()
+
+    head.__class__ = loss.OutputLayer
+    chunked, chunked_gradient = loss_and_gradient()
+    products.clear()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled, gradient = loss_and_gradient()
+    assert products == [rows]
+    assert compiled == pytest.approx(chunked, rel=1e-2)
+    assert (gradient - chunked_gradient).norm() < 2e-2 * chunked_gradient.norm()
+
+
+def test_a_padded_head_compiles_into_one_graph(monkeypatch):
+    """The question whether autocast is enabled breaks no graph."""
+    monkeypatch.setattr(loss, "ALIGNMENT", {("cpu", 2): 8})
+    head, graphs = torch.nn.Linear(16, 101), []
+    head.__class__ = loss.OutputLayer
+    torch._dynamo.reset()  # another test may have compiled a head of other sizes
+    head.compile(backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        head(torch.randn(2, 6, 16), torch.randint(0, 101, (2, 6)), torch.tensor(9))
+    torch._dynamo.reset()
+    assert len(graphs) == 1 and "pad" in graphs[0].code
+
+
+AMPERE = SimpleNamespace(capability=(8, 0), precision="bf16")
+
+
+@pytest.mark.parametrize(
+    "name, isolates, ctx, says",
+    [
+        ("eager", False, AMPERE, None),
+        ("sdpa", True, AMPERE, None),
+        ("flash_attention_2", False, AMPERE, "FlashAttention2"),  # it is not installed
+        ("flex_attention", False, AMPERE, "flex_attention cannot be used"),  # GPT-2 lacks it
+        ("eager", True, AMPERE, "need sdpa"),
+        ("flash_attention_2", True, AMPERE, "need sdpa"),  # it would ignore the documents
+        (
+            "flash_attention_2",
+            False,
+            SimpleNamespace(capability=(7, 5), precision="fp16"),
+            "Ampere",
+        ),
+        ("flash_attention_3", False, SimpleNamespace(capability=(9, 0), precision="fp32"), "bf16"),
+        ("flash_attention_2", False, SimpleNamespace(capability=(0, 0), precision="bf16"), "GPU"),
+    ],
+)
+def test_the_attention_function_is_passed_on_or_refused(name, isolates, ctx, says):
+    config = gpt2_config("tiny-gpt2", 0.0, 0)
+    with pytest.raises(UserError, match=says) if says else nullcontext() as error:
+        set_attention(config, name, isolates, ctx)
+    assert error is None or "\n" not in str(error.value)
+    if says is None:
+        with torch.device("meta"):
+            block = from_config(config).transformer.h[0]
+        assert block.attn.config._attn_implementation == name
+
+
+def test_scores_that_eager_attention_stores_are_not_planned():
+    settings = parse_arguments(["--strategy", "dp", "--attn_implementation", "eager"])
+    model = read_architecture(QWEN, "qwen")
+    with pytest.raises(UserError, match="--attn_implementation eager"):
+        workload_of(settings, model, 1, "fp32", 64, Device())
+
+
+@pytest.mark.parametrize(
+    "device, dtype, hip, overloads, in_fp32",
+    [
+        ("cuda", torch.bfloat16, None, ["default", "dtype"], True),
+        ("cuda", torch.float16, None, ["default", "dtype"], True),
+        ("cuda", torch.bfloat16, "6.4", ["default", "dtype"], False),  # ROCm raises an error
+        ("cuda", torch.bfloat16, None, ["default"], False),  # before torch 2.8
+        ("cuda", torch.float32, None, ["default", "dtype"], False),
+        ("cpu", torch.bfloat16, None, ["default", "dtype"], False),
+    ],
+)
+def test_logits_are_multiplied_to_fp32_where_the_product_exists(
+    monkeypatch, device, dtype, hip, overloads, in_fp32
+):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    product = SimpleNamespace(overloads=lambda: overloads)
+    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace(mm=product))
+    chosen, plain = MagicMock(name="mm"), MagicMock(name="linear")
+    monkeypatch.setattr(torch, "mm", chosen)
+    monkeypatch.setattr(loss.F, "linear", plain)
+    hidden = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype)
+    loss._logits(hidden, MagicMock(__len__=lambda _: 128), None, 128)
+    assert (chosen.called, plain.called) == (in_fp32, not in_fp32)
+    if in_fp32:
+        assert chosen.call_args.kwargs == {"out_dtype": torch.float32}

@@ -59,6 +59,17 @@ def test_memory_that_only_a_gpu_needs():
         assert terms["largest gradient in fp64"] == pytest.approx(8 * elements, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_"), [("adamw", 12), ("adamw_8bit", 12), ("sgd", 4), ("adafactor", 4)]
+)
+def test_a_rank_copies_its_part_of_the_states_for_a_save(optimizer, bytes_):
+    """In fp32, as in the file. Infinity, whose states are on disk, copies none."""
+    work = Workload(GPT2, 4, optimizer=optimizer)
+    for strategy in supporting(work):
+        expected = 0 if strategy == "infinity" else bytes_ * GPT2.total // 4
+        assert predict(work, strategy).saving == expected
+
+
 def test_every_way_that_is_advised_fits():
     advised, model = 0, find_architecture("gpt2-xl")
     for gpu, ranks, batch, strategy in itertools.product((3, 24), (1, 4), (2, 6), STRATEGIES):
@@ -68,6 +79,23 @@ def test_every_way_that_is_advised_fits():
         assert all(limits.hold(need) and need.total <= 0.9 * limits.gpu for need in needs)
         advised += len(needs)
     assert advised > 20
+
+
+def test_ranks_of_fsdp_share_weights_in_4_bits_and_each_has_their_scales():
+    model = find_architecture("Llama-2-13B")
+    assert model.total == 13_015_864_320  # as published
+    work = Workload(model, 2, 1, 512, lora=adapters(model, 16, None, in_4bit=True))
+    whole = predict(work, "dp").parameters - 4 * sum(work.trained)
+    shard = predict(work, "fsdp").parameters - 2 * sum(work.trained)
+    in_4bit = model.layers * sum(model.matrices)
+    scales = whole - in_4bit // 2 - 2 * (model.total - in_4bit)
+    assert scales == pytest.approx(in_4bit / 2 / 32, rel=0.02)
+    assert shard == pytest.approx((whole + scales) / 2, rel=1e-6)
+    block = {term.name: term.size for term in predict(work, "fsdp").terms}["a gathered block"]
+    assert block == pytest.approx(in_4bit // 2 // model.layers, rel=0.01)
+    assert not {"zero3", "infinity"} & {*supporting(work)} and "fsdp" in supporting(work)
+    dora = replace(work, lora=replace(work.lora, magnitudes=True))
+    assert supporting(dora) == ["dp", "zero1", "zero2", "offload"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +159,7 @@ def test_magnitudes_of_dora_are_planned():
     outputs = 12 * (3 * 768 + 768 + 4 * 768 + 768)
     of_lora, of_dora = Workload(model, 2, lora=plain), Workload(model, 2, lora=dora)
     assert sum(of_dora.trained) - sum(of_lora.trained) == outputs
-    assert {*supporting(of_lora)} - {*supporting(of_dora)} == {"zero3", "infinity"}
+    assert {*supporting(of_lora)} - {*supporting(of_dora)} == {"infinity"}
     for strategy in supporting(of_dora):
         more, less = predict(of_dora, strategy), predict(of_lora, strategy)
         assert more.peak > less.peak and more.activations > less.activations, strategy
@@ -139,11 +167,13 @@ def test_magnitudes_of_dora_are_planned():
             assert more.optimizer - less.optimizer == pytest.approx(12 * outputs / 2, rel=1e-3)
 
 
-def test_muon_gathers_a_matrix_under_fsdp():
-    """The momentum of every matrix, in fp32; the largest one has temporaries."""
+def test_muon_gathers_matrices():
+    """The momentum of every matrix, in fp32; the largest one has temporaries. Under ZeRO-3 one rank
+    gathers a matrix, and sends the update back.
+    """
     work = Workload(find_architecture("gpt2"), 4)
     adamw, muon = (predict(replace(work, optimizer=name), "fsdp") for name in ("adamw", "muon"))
-    assert supporting(replace(work, optimizer="muon")) == ["dp", "fsdp"]
+    assert {*STRATEGIES} - {*supporting(replace(work, optimizer="muon"))} == {"infinity"}
     matrices = 12 * 12 * 768**2
     assert adamw.optimizer - muon.optimizer == pytest.approx(4 * matrices / 4, rel=1e-4)
     assert muon.sent - adamw.sent == 4 * matrices * 3 // 4
@@ -151,6 +181,8 @@ def test_muon_gathers_a_matrix_under_fsdp():
     assert muon.at("update") - muon.optimizer == (
         adamw.at("update") - adamw.optimizer + 10 * elements
     )
+    adamw, muon = (predict(replace(work, optimizer=name), "zero3") for name in ("adamw", "muon"))
+    assert muon.sent - adamw.sent == 8 * matrices // 4 * 3 // 4  # there and back, by one rank of 4
     older = replace(work, optimizer="muon", device=Device("cuda", TURING))  # bf16 is emulated
     assert older.update_temporaries(0) == 12 * elements + 8 * side
 

@@ -17,15 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed_training import process
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
-from distributed_training.records.metrics_file import MetricsFile
+from distributed_training.records.metrics_file import PHASES, MetricsFile
 from distributed_training.records.metrics_reader import cut_at, read_metrics
-from distributed_training.records.results_types import PHASES
 from distributed_training.run import step_meter
 from distributed_training.run.step_log import LogOptions, StepLog
 from distributed_training.run.step_meter import StepMeter
 from distributed_training.run.trackers import Tracker, Trackers
 from distributed_training.train_state import TrainState
-from distributed_training.workload.peak_flops import find_by_short_name, peak_flops
+from distributed_training.workload.peak_flops import PEAKS, find, find_by_short_name, peak_flops
 
 STEPS, COMPUTE, LOG, PAUSE = 12, 1.0, 0.5, 100.0  # steps, and seconds
 
@@ -276,6 +275,43 @@ def test_a_failing_tracker_is_dropped_with_one_notice(capsys, tmp_path):
         trackers.log({"step": step, "loss": 2.0})
     assert points == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
     assert capsys.readouterr().out.count("No space left") == 1
+
+
+@pytest.mark.parametrize(
+    "name, half, tf32, fp32",
+    [
+        # The same as NVIDIA's whitepapers say of these cards.
+        ("NVIDIA GeForce RTX 3070", 40.6, 20.3, 20.3),
+        ("NVIDIA GeForce RTX 4080", 97.5, 48.7, 48.7),
+        ("NVIDIA GeForce RTX 4070 Ti", 80.2, 40.1, 40.1),
+        ("NVIDIA GeForce RTX 5080", 112.6, 56.3, 56.3),
+        ("NVIDIA GeForce RTX 5070", 61.7, 30.9, 30.9),
+        ("NVIDIA GeForce RTX 2080", 40.3, None, 10.1),
+        ("NVIDIA RTX A5000", 111.1, 55.6, 27.8),
+        ("NVIDIA RTX A2000 12GB", 32, 16, 8),
+        ("NVIDIA RTX 5000 Ada Generation", 261.1, 130.6, 65.3),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9, 219.4, 110),
+        ("NVIDIA B300 SXM6 AC", 2250, 1125, 75),
+        ("NVIDIA GB200", 2500, 1250, 80),
+        ("NVIDIA H20", 148, 74, 44),
+        # Several numbers of cores, other clocks, or a part of a GPU.
+        ("NVIDIA GeForce RTX 3080", None, None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None, None),
+        ("NVIDIA H20 MIG 1g.12gb", None, None, None),
+    ],
+)
+def test_peak_rates_of_more_devices(name, half, tf32, fp32):
+    peak = find(name)
+    found = (peak.half, peak.tf32, peak.fp32) if peak else ()
+    assert [rate or 0 for rate in found] == pytest.approx(
+        [rate or 0 for rate in (half, tf32, fp32) if half], rel=5e-3
+    )
+
+
+def test_each_name_of_a_device_has_one_entry():
+    names = [peak.name for peak in PEAKS]
+    assert len({*names}) == len(names)
 
 
 def test_devices_by_their_short_names():

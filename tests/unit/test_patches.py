@@ -41,6 +41,7 @@ PATCHES = {
     "keep_buffers_in_fp32": (
         "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model"
     ),
+    "reduce_gradients_of_blocks": "deepspeed.runtime.zero.stage3:z3_leaf_parameter",
     "wait_once_for_offloaded_gradients": (
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
         "complete_grad_norm_calculation_for_cpu_offload"

@@ -8,6 +8,7 @@ runner               runs programs, and records what they did
 corpus               generated text
 slow_links           forecasts and measurements over slow networks
 unequal_ranks        --rank_shares on ranks of unequal speed
+saves                how long training waits for a save; dcp_driver is the peer
 tokenizing           the time to tokenize
 synchronizing_calls  where the host waits for a GPU
 """

@@ -8,9 +8,11 @@
 
 correctness: each strategy in fp32, with equal losses, and in bf16 and fp16; one step in several
 ways (--prove); checkpoints resumed under another strategy; grouped-query attention; --compile;
-adapters and 4 bit; calls that wait for the GPU; --deterministic; SIGTERM; out of memory.
+--cuda_graph; adapters and 4 bit; calls that wait for the GPU; --deterministic; SIGTERM; out of
+memory.
 
-speed: gpt2 next to transformers.Trainer, the parts of a step, and measured memory next to the plan.
+speed: gpt2 next to transformers.Trainer, with --cuda_graph as well, the parts of a step, and
+measured memory next to the plan.
 
 The most valuable checks come first. Runs that measure neither time nor free memory go four at a
 time. A run has 90 seconds, and a part --part_seconds: what has not run then is reported as "not
@@ -41,11 +43,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed_training.errors import MissingRequirement
 from distributed_training.memory.estimate import predict
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.programs import run_command_line
 from distributed_training.records.metrics_file import FILE
 from distributed_training.records.metrics_reader import read_metrics
+from distributed_training.strategies.fsdp.strategy import FSDP
 from distributed_training.units import GB, MB
 from distributed_training.workload.workload import Workload
 from tools.benchmarks import corpus
@@ -76,7 +80,7 @@ FP32, TF32 = 1e-4, 1e-3
 HALF = 0.01  # relative difference of 16-bit losses from fp32 losses
 ADAPTERS = 0.1  # of losses with 4-bit weights
 # Calls of a step for which the host may wait for the GPU. Those of DeepSpeed are upper bounds;
-# zero3 on one rank waits for each parameter that it gathers, by design.
+# zero3 on one rank waits for each parameter that it gathers, on a stream that is empty.
 CALLS_LIMITS = {"dp": 1, "fsdp": 1, "zero2": 8, "zero3": None, "offload": None}
 # Relative error of the memory estimate's peak; 0.1 for the other strategies.
 PEAK_TOLERANCES = {"zero3": 0.15, "infinity": 0.15}
@@ -266,6 +270,7 @@ def correctness(part: Part) -> None:
     resume(part)
     grouped_queries(part)
     compiled(part)
+    recorded(part)
     adapters(part)
     waiting_calls(part)
     determinism(part)
@@ -368,8 +373,24 @@ def compiled(part: Part) -> None:
         part.train(f"--compile {strategy}", f"{flags} --strategy {strategy}", **how)
 
 
+def recorded(part: Part) -> None:
+    """--cuda_graph draws the dropout of eager mode, and adds up gradients as it does."""
+    flags = f"{SMALL} {NO_FILES} --precision fp32 --max_steps 8 --gradient_accumulation_steps 3"
+    flags = flags.replace("--dropout 0", "--dropout 0.1")
+    part.train("dropout, eager", flags)
+    how = {"reference": "dropout, eager", "tolerance": FP32, "judge": was_recorded}
+    flags += " --cuda_graph"
+    part.train("dropout, CUDA graph", flags, blocked=part.needs_gpu, **how)
+
+
+def was_recorded(run: Done) -> tuple[str, str]:
+    """Judge whether a run with --cuda_graph used CUDA graphs until its end."""
+    failed = [line for line in run.log.splitlines() if "--cuda_graph:" in line]
+    return (failed[0] if failed else ""), ""
+
+
 def adapters(part: Part) -> None:
-    """LoRA trains and exports adapters, and has about the same losses on 4-bit weights."""
+    """LoRA trains and exports adapters; on 4-bit weights, also under fsdp, losses are similar."""
 
     def exports(run: Done) -> tuple[str, str]:
         file = run.folder / "hf" / "adapter_model.safetensors"
@@ -380,6 +401,12 @@ def adapters(part: Part) -> None:
     missing = "" if importlib.util.find_spec("bitsandbytes") else "bitsandbytes is not installed"
     how = {"reference": "LoRA", "tolerance": ADAPTERS, "blocked": missing or part.needs_gpu}
     part.train("LoRA, 4 bit", f"{flags} --load_in_4bit", **how)
+    try:
+        FSDP("fsdp").check_4bit()
+    except MissingRequirement as error:
+        missing = missing or str(error)
+    how = {"reference": "LoRA, 4 bit", "tolerance": HALF, "blocked": missing or part.needs_gpu}
+    part.train("LoRA, 4 bit, fsdp", f"{flags} --load_in_4bit --strategy fsdp", **how)
 
 
 def waiting_calls(part: Part) -> None:
@@ -506,6 +533,7 @@ def speed(part: Part) -> None:
     start(part)
     next_to_trainer(part, scale.eager, scale.large)
     next_to_trainer(part, scale.eager, scale.small)
+    with_cuda_graph(part)
     next_to_trainer(part, scale.compiled, scale.large)
     profile(part)
     compile_ops(part, after=("profile",))
@@ -543,6 +571,18 @@ def next_to_trainer(part: Part, case: str, batch_size: int) -> None:
             return "", f"first step after {measured.stamps[0][1]:.0f} s"
 
         part.add(f"{name}, {program}", command, judge=first_step, **how)
+
+
+def with_cuda_graph(part: Part) -> None:
+    """Measure the small micro-batch with --cuda_graph, with the losses of the eager run."""
+    scale = part.scale
+    steps, name = scale.steps[scale.small], f"{scale.small} × {scale.seq_length}, eager, ours"
+    flags = f"{part.measured()} --batch_size {scale.small} --max_steps {steps} --cuda_graph"
+    # As tools/benchmarks/peers.py runs the eager one.
+    flags += f" --num_samples {steps * scale.small} --logging_steps 10"
+    how = {"reference": name, "tolerance": part.tolerance, "judge": was_recorded}
+    how |= {"tables": ("runs",), "alone": True, "blocked": part.needs_gpu}
+    part.train(f"{name}, CUDA graph", flags, **how)
 
 
 def profile(part: Part) -> None:

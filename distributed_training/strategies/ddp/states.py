@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from distributed_training.strategies.optimizer_shards import Piece, Shard, ShardedState
+from distributed_training.model_parts import Piece
+from distributed_training.strategies.optimizer_shards import Shard, ShardedState
 
 
 class WholeState(ShardedState):

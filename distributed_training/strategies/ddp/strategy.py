@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from distributed_training.strategies.ddp.micro_batch_graph import Compute, MicroBatchGraphs
     from distributed_training.strategies.optimizer_shards import ShardedState
     from distributed_training.workload.activations import Term
     from distributed_training.workload.workload import Workload
@@ -22,6 +23,7 @@ class DDP(Strategy):
     """A strategy of DistributedDataParallel, which replicates all model states."""
 
     engine = "ddp"
+    supports_cuda_graph = True
 
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """See the base class."""
@@ -39,7 +41,13 @@ class DDP(Strategy):
 
         return hooks.communication_hook(self.reduce_dtype, simulated)
 
-    def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
+    def record_micro_batches(self, compute: Compute, model: nn.Module) -> MicroBatchGraphs:
+        """Return what computes micro-batches with CUDA graphs, for --cuda_graph."""
+        from distributed_training.strategies.ddp.micro_batch_graph import MicroBatchGraphs
+
+        return MicroBatchGraphs.on_gpu(compute, model)
+
+    def states_of(self, model: nn.Module, optimizer: object, device: torch.device) -> ShardedState:
         """See the base class."""
         from distributed_training.strategies.ddp.states import WholeState
 

@@ -18,7 +18,8 @@ def bucket_sizes(hidden_size: int, parameters: int, tied_on_nvme: bool) -> dict[
         # DeepSpeed 0.19 prefetches a tied weight from NVMe a second time while it is being read,
         # and stops with "already assigned swap buffer"; without prefetching it does not.
         "stage3_prefetch_bucket_size": 0 if tied_on_nvme else block,
-        # Norms and biases are not sharded: they are small, and an all-gather of each costs time.
+        # Where single layers are gathered, norms and biases are not sharded: they are small, and an
+        # all-gather of each costs time.
         "stage3_param_persistence_threshold": 10 * hidden_size,
         # An all-gathered parameter is freed at once if the next transformer block does not need it.
         "stage3_max_live_parameters": 2 * block,

@@ -40,6 +40,8 @@ def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[T
         Term("gradients of the embedding", uses * c * largest, (END,)),
         Term("other reduced gradients", max(0, gradients - c * largest), (END,)),
         Term("other gradients", whole, STEP),
+        # Also with offload: Muon's iterations are on the device.
+        Term("optimizer's temporaries", work.update_temporaries(share), (UPDATE,)),
     ]
     if offload:
         # Staging buffer for the largest gradient, with a counterpart in host memory.
@@ -56,7 +58,6 @@ def terms_of_stages12(work: Workload, stage: int, offload: bool) -> tuple[list[T
             Term("optimizer states", 4 * share + work.optimizer_states(shares), STEP),
             Term("gradients", gradients, STEP if accumulates else (UPDATE,)),
             Term(name, max(norm, copies), (UPDATE,)),
-            Term("optimizer's temporaries", work.update_temporaries(share), (UPDATE,)),
         ]
     reductions = 1 if stage == 1 else work.accumulation
     return terms, (2 * reductions * r + c) * trained
@@ -95,7 +96,8 @@ def terms_of_stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     shards, trained = shard_elements(sizes, n), shard_elements(work.trained, n)
     buckets = bucket_sizes(work.model.hidden, total, False)
     bucket, sub_group = buckets["reduce_bucket_size"], min(trained, buckets["sub_group_size"])
-    threshold = buckets["stage3_param_persistence_threshold"]
+    # Where whole blocks are gathered, their norms and biases come with them.
+    threshold = buckets["stage3_param_persistence_threshold"] if swaps else 0
     persistent = [size for size in sizes if size <= threshold]
     # Infinity keeps only the persistent parameters on the GPU, which every rank has whole. A single
     # rank has them once, as its shard.
@@ -119,14 +121,17 @@ def terms_of_stage3(work: Workload, swaps: bool) -> tuple[list[Term], int]:
     else:
         # The norm of one gradient in fp64, or the fp32 copies of a sub-group.
         copies = max(8 * largest_trained // n, (4 + (c if c < 4 else 0)) * sub_group)
+        # What a rank sends to the ranks that compute whole matrices, and what it receives.
+        exchanged = 2 * 4 * min(work.gathered_in_update // n, sub_group) * (n - 1) // n
         terms += [
             Term("optimizer states", masters_and_states, STEP),
             Term("gradients", c * trained, STEP),
             Term("fp32 copies of a sub-group", copies, (UPDATE,)),
             Term("optimizer's temporaries", work.update_temporaries(sub_group), (UPDATE,)),
+            Term("parts of matrices, exchanged", exchanged, (UPDATE,)),
         ]
     sent = 2 * c * total + work.reduced_item(c) * sum(work.trained)
-    return terms, sent * work.accumulation
+    return terms, sent * work.accumulation + 2 * 4 * (work.gathered_in_update // n)
 
 
 def _offloaded_to_nvme(work: Workload, parameters: int, masters_and_states: int) -> list[Term]:
@@ -159,10 +164,12 @@ def _offloaded_to_nvme(work: Workload, parameters: int, masters_and_states: int)
 def _groups(work: Workload) -> list[list[int]]:
     """Return the sizes in each parameter group: matrices (also adapters), and the rest."""
     if work.lora:
-        groups = (work.lora.matrices(work.model), work.lora.vectors(work.model))
-        return [work.model.layers * sizes for sizes in groups if sizes]
-    is_matrix = work.model.is_matrix
-    return [[size for size in work.trained if is_matrix(size) == kind] for kind in (True, False)]
+        of_block = (work.lora.matrices(work.model), work.lora.vectors(work.model))
+        matrices, rest = (work.model.layers * sizes for sizes in of_block)
+    else:
+        matrices = [size for size in work.trained if work.model.is_matrix(size)]
+        rest = [size for size in work.trained if not work.model.is_matrix(size)]
+    return [sizes for sizes in (*work.groups_of_matrices(matrices), rest) if sizes]
 
 
 def _share(group: list[int], work: Workload) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from distributed_training.about import PROJECT
 from distributed_training.errors import UserError, redact_value, remember_secrets
 from distributed_training.files.atomic import write_text
-from distributed_training.files.json_types import JsonObject, is_count
+from distributed_training.files.json_types import JsonObject, is_count, lookup
 from distributed_training.files.user_files import (
     TOO_DEEP,
     check_depth,
@@ -58,6 +58,8 @@ FLAGS_OF_KEY = {
 }
 # Parameters of an optimizer for which DeepSpeed's AdamW and PyTorch's are the same.
 PARAMS_OF_ADAM = ("lr", "weight_decay", "betas", "eps")
+DEFAULTS_OF_ADAM = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
+IMPLEMENTATIONS = ("torch_adam", "fused", "foreach", "fp32_optimizer_states")  # of the same updates
 # Schedulers that Hugging Face's files have with "auto" values, and the same --lr_scheduler.
 AUTO_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 OFFLOADED = ("offload_optimizer", "offload_param")
@@ -139,14 +141,6 @@ def _without_auto(config: JsonObject) -> JsonObject:
         for key, value in config.items()
         if value != AUTO
     }
-
-
-def lookup(config: JsonObject, key: str) -> Any:
-    """Return the value at a dotted key ("optimizer.params.lr"), or None."""
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def nvme_folder(config: JsonObject | None) -> str | None:
@@ -276,9 +270,22 @@ def _merge_optimizer(merged: Merged) -> None:
     if not config.get("optimizer"):
         config["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(PARAMS_OF_ADAM, AUTO)}
     params = config["optimizer"].setdefault("params", {})
+    known = (*PARAMS_OF_ADAM, *DEFAULTS_OF_ADAM, *IMPLEMENTATIONS)
+    for name in params.keys() - {*known}:
+        guess = did_you_mean(name, known) or "; leave it out."
+        raise UserError(f"{merged.file}: optimizer.params.{shown(name)} is unknown{guess}")
+    for name, value in DEFAULTS_OF_ADAM.items():
+        # DeepSpeed ignores adam_w_mode if the type is AdamW.
+        is_ignored = name == "adam_w_mode" and str(kind).lower() == "adamw"
+        if params.pop(name, value) != value and not is_ignored:
+            raise UserError(
+                f"{merged.file}: optimizer.params.{name} must be {json.dumps(value)}, or left out: "
+                "every strategy computes the same AdamW."
+            )
     offloads_to = lookup(config, "zero_optimization.offload_optimizer.device")
-    if offloads_to in (None, "none") and {*params} <= {*PARAMS_OF_ADAM}:
-        # The same updates as DeepSpeed's FusedAdam, which compiles an op.
+    if offloads_to in (None, "none"):
+        # The same updates as DeepSpeed's FusedAdam, which compiles an op, and whose states no
+        # checkpoint of another strategy has.
         params |= {"torch_adam": True, "fused": True}
 
 
@@ -339,18 +346,35 @@ def complete_ds_config(
     """Fill in the values of `config`, in place, that depend on the device and the model.
 
     Raises:
-        UserError: a value is "auto", and there is no rule for it.
+        UserError: a value is "auto", and there is no rule for it; or gradients are to be added in
+            fp32 where the states of DeepSpeed's optimizer cannot be read.
     """
     for name in ("bf16", "fp16"):
         if precision == name or name in config:
             config.setdefault(name, {})["enabled"] = precision == name
+    sums = str(lookup(config, "data_types.grad_accum_dtype")).removeprefix("torch.")
+    stage = config["zero_optimization"]["stage"]
+    if (precision, stage) == ("bf16", 1) and sums in ("fp32", "float32"):
+        # DeepSpeed would use another optimizer, BF16_Optimizer, whose states have another layout.
+        raise UserError(
+            "DeepSpeed configuration: data_types.grad_accum_dtype fp32 is not supported at stage 1 "
+            "in bf16: use --strategy zero2 with stage 2, or leave the key out."
+        )
+    if "bf16" in config:
+        # Stages 1 and 2 would read the GPU in each step to skip the update of a gradient that is
+        # not finite; such a run stops anyway. It is the default since DeepSpeed's PR 8035.
+        config["bf16"].setdefault("check_grad_overflow", False)
     if "fp16" in config:
         _fill(config["fp16"], LOSS_SCALING, where=(None, AUTO))
     zero = config["zero_optimization"]
     tied_on_nvme = model.tied and lookup(zero, "offload_param.device") == "nvme"
     # A single rank has no communication to overlap. Stages 1 and 2 would still synchronize the
-    # device after each backward, and allocate a second bucket.
-    overlap = {"overlap_comm": world_size > 1}
+    # device after each backward, and allocate a second bucket. But offload overlaps the copies of
+    # the gradients to the host. And stage 3 waits for the stream on which it gathers, for each
+    # parameter on a single rank (NoGatherHandle): without overlap this is the default stream, so
+    # that the host could never launch kernels ahead.
+    copies = zero["stage"] == 3 or lookup(zero, "offload_optimizer.device") not in (None, "none")
+    overlap = {"overlap_comm": world_size > 1 or copies}
     _fill(zero, bucket_sizes(model.hidden_size, model.parameters, tied_on_nvme) | overlap)
     for section in _nvme_sections(config):
         section["nvme_path"] = nvme_folder

@@ -77,7 +77,7 @@ def import_muon_uncompiled() -> None:
     """DeepSpeed 0.19.8: import its optimizer Muon without torch's compiler.
 
     Every engine imports it to compare types. It has functions under `torch.compile`, which imports
-    the whole compiler: 0.7 s of CPU time on each rank. No strategy uses Muon.
+    the whole compiler: 0.7 s of CPU time on each rank. `--optim muon` does not use it.
 
     Remove it when `is_zero_supported_optimizer` of DeepSpeed does not import Muon.
     """
@@ -93,6 +93,20 @@ def import_muon_uncompiled() -> None:
         del os.environ[variable]
         if previous is not None:
             os.environ[variable] = previous
+
+
+def reduce_gradients_of_blocks() -> None:
+    """DeepSpeed 0.19.8: reduce the gradients of a block as those of other modules, one by one.
+
+    It would reduce all in one backward hook of the block, and take a gradient that is not there yet
+    as zero. This fails or is wrong for blocks that return a list, and with adapters if the
+    embeddings are frozen: the hook then comes before the gradients.
+
+    Remove it when `create_reduce_and_remove_grad_hooks` of stage 3 waits for the gradients.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    stage3.z3_leaf_parameter = lambda parameter: False
 
 
 def count_free_gpu_memory() -> None:

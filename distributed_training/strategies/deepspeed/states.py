@@ -3,16 +3,31 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
 from distributed_training.errors import TrainingError
-from distributed_training.strategies.optimizer_shards import Piece, Shard, ShardedState
+from distributed_training.model_parts import Piece
+from distributed_training.strategies.optimizer_shards import Shard, ShardedState
 
 
 class ZeroState(ShardedState):
     """What is the same in all stages."""
+
+    def pieces_of(self, shard: Shard, rank: int) -> list[Piece]:
+        """Return the elements in a rank's master of the same group, without DeepSpeed's padding."""
+        raise NotImplementedError
+
+    def place_masters(self) -> None:
+        """See the base class."""
+        for shard in self.shards:
+            parameters = {name: self.trained[name] for name in shard.names}
+            # Computed only if the optimizer reads them.
+            pieces = map(partial(self.pieces_of, shard), range(dist.get_world_size()))
+            self.optimizer.place(self.base, shard.key, parameters, pieces)
 
     def _moments(self, key: torch.Tensor, create: bool) -> dict[str, torch.Tensor]:
         moments = super()._moments(key, create)
@@ -33,13 +48,26 @@ class Zero12State(ZeroState):
     """Stages 1 and 2: a master is this rank's partition of a parameter group."""
 
     def _find_shards(self) -> Iterator[Shard]:
-        for group, parameters in enumerate(self.wrapper.bit16_groups):
-            names, pieces = [self._name_of[id(p)] for p in parameters], []
-            for name, parameter in zip(names, parameters, strict=True):
-                if (mapping := parameter._hp_mapping) is not None:
-                    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    pieces.append(Piece(name, part.start, place.start, part.numel))
-            yield Shard(self.wrapper.single_partition_of_fp32_groups[group], names, pieces, group)
+        # In the order of the flat tensor. DeepSpeed's own mapping of its elements, `_hp_mapping`,
+        # is of another order if the user's file has round_robin_gradients (release 0.19.8).
+        for group, parameters in enumerate(self.wrapper.round_robin_bit16_groups):
+            names = [self._name_of[id(parameter)] for parameter in parameters]
+            master = self.wrapper.single_partition_of_fp32_groups[group]
+            shard = Shard(master, names, [], group)
+            yield shard._replace(pieces=self.pieces_of(shard, dist.get_rank()))
+
+    def pieces_of(self, shard: Shard, rank: int) -> list[Piece]:
+        """See the base class; all ranks' masters have the same size."""
+        size, pieces = shard.key.numel(), []
+        sizes = [math.prod(self.shapes[name]) for name in shard.names]
+        starts = [end - numel for end, numel in zip(accumulate(sizes), sizes, strict=True)]
+        if offsets := getattr(self.wrapper, "round_robin_bit16_offsets", None):
+            starts = offsets[shard.group]  # recent releases may align the parameters
+        for name, start, numel in zip(shard.names, starts, sizes, strict=True):
+            first, last = max(start, rank * size), min(start + numel, (rank + 1) * size)
+            if first < last:
+                pieces.append(Piece(name, first - start, first - rank * size, last - first))
+        return pieces
 
     def finish_writing(self) -> None:
         """See the base class."""
@@ -51,23 +79,36 @@ class Zero3State(ZeroState):
     """Stage 3: a master is this rank's partition of a sub-group."""
 
     def _find_shards(self) -> Iterator[Shard]:
-        rank = dist.get_rank()
         for group, master in enumerate(self.wrapper.fp32_partitioned_groups_flat):
-            parameters = self.wrapper.fp16_groups[group]
-            names, pieces = [self._name_of[id(p)] for p in parameters], []
-            for name, parameter in zip(names, parameters, strict=True):
-                _, offset, numel = self.wrapper.grad_position[self.wrapper.get_param_id(parameter)]
-                start = rank * numel  # the same numel on every rank; the last ranks have padding
-                if (real := min(numel, parameter.ds_numel - start)) > 0:
-                    pieces.append(Piece(name, start, offset, real))
-            yield Shard(master, names, pieces, group)
+            names = [self._name_of[id(p)] for p in self.wrapper.fp16_groups[group]]
+            shard = Shard(master, names, [], group)
+            yield shard._replace(pieces=self.pieces_of(shard, dist.get_rank()))
+
+    def pieces_of(self, shard: Shard, rank: int) -> list[Piece]:
+        """See the base class."""
+        pieces = []
+        for name in shard.names:
+            parameter = self.trained[name]
+            _, offset, numel = self.wrapper.grad_position[self.wrapper.get_param_id(parameter)]
+            start = rank * numel  # the same numel on every rank; the last ranks have padding
+            if (real := min(numel, parameter.ds_numel - start)) > 0:
+                pieces.append(Piece(name, start, offset, real))
+        return pieces
+
+    @property
+    def on_disk(self) -> bool:
+        """See the base class."""
+        return any(map(self._is_on_disk, self.shards))
+
+    def _is_on_disk(self, shard: Shard) -> bool:
+        return self.wrapper._swappable_optimizer_subgroup(shard.group)
 
     @contextmanager
     def open(
         self, shard: Shard, write: bool = False, moments: bool = True
     ) -> Iterator[dict[str, torch.Tensor]]:
         """See the base class."""
-        on_nvme, written = self.wrapper._swappable_optimizer_subgroup(shard.group), False
+        on_nvme, written = self._is_on_disk(shard), False
         if on_nvme:
             self.wrapper._optimizer_states_and_gradient_swap_in(shard.group)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from distributed_training.files.json_types import lookup
 from distributed_training.optimizers import FLAT
 from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 from distributed_training.units import MB
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from distributed_training.strategies.optimizer_shards import ShardedState
     from distributed_training.workload.activations import Term
     from distributed_training.workload.workload import Workload
+
+
+OF_SMALL_PARAMETERS = "zero_optimization.stage3_param_persistence_threshold"
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,21 @@ class DeepSpeed(Strategy):
         return self.own_file is None
 
     @property
-    def hooks_between_layers(self) -> bool:
-        """See the base class: stage 3 gathers each layer."""
-        return self.stage == 3
+    def gathers_blocks(self) -> bool:
+        """Whether stage 3 gathers the parameters of a whole transformer block at once.
+
+        From NVMe it reads one layer after the other. A user's own file asks for blocks as this
+        project's file does: norms and biases, which come with their block, do not stay whole on
+        each rank.
+        """
+        if self.stage != 3 or self.parameters_on != "device":
+            return False
+        return self.own_file is None or lookup(self.config, OF_SMALL_PARAMETERS) == 0
 
     @property
     def gathers_single_layers(self) -> bool:
         """See the base class."""
-        return self.stage == 3
+        return self.stage == 3 and not self.gathers_blocks
 
     @property
     def replaces_linear(self) -> bool:
@@ -84,6 +95,16 @@ class DeepSpeed(Strategy):
     def updates_on(self) -> str:
         """See the base class."""
         return self.optimizer_on
+
+    def on_ranks(self, world_size: int) -> DeepSpeed:
+        """See the base class: stage 2 has no hooks, and on one rank it needs less memory."""
+        if world_size > 1 or not self.gathers_blocks:
+            return self
+        config = dict(self.config or {})
+        # overlap_comm, which stage 3 needs on one rank, would synchronize the device under stage 2.
+        changed = {"stage": 2, "overlap_comm": "auto"}
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), **changed}
+        return replace(self, stage=2, sharded=self.sharded - {"parameters"}, config=config)
 
     def resolve(self, flags: Flags) -> Resolved:
         """See the base class."""
@@ -152,13 +173,13 @@ class DeepSpeed(Strategy):
             return memory.terms_of_stage3(work, self.needs_nvme)
         return memory.terms_of_stages12(work, self.stage, self.offloads)
 
-    def states_of(self, model: nn.Module, optimizer: Any, device: torch.device) -> ShardedState:
+    def states_of(self, model: nn.Module, optimizer: object, device: torch.device) -> ShardedState:
         """See the base class."""
         from distributed_training.strategies.deepspeed.states import Zero3State, Zero12State
 
         return (Zero3State if self.stage == 3 else Zero12State)(model, optimizer, device)
 
-    def live_states(self, model: nn.Module, optimizer: Any) -> LiveStates:
+    def live_states(self, model: nn.Module, optimizer: object) -> LiveStates:
         """See the base class."""
         from distributed_training.strategies.deepspeed import live_states
 
@@ -171,8 +192,26 @@ class DeepSpeed(Strategy):
         return live_states.gathered_bytes(model)
 
     def gathers(self, module: nn.Module) -> bool:
-        """See the base class: stage 3 gathers the parameters of each module in a hook of it."""
-        return self.stage == 3 and any(True for _ in module.parameters(recurse=False))
+        """See the base class: stage 3 gathers the parameters of a block or layer in its hook."""
+        if self.stage != 3:
+            return False
+        from deepspeed.utils import z3_leaf_module
+
+        own = module.parameters(recurse=False)
+        return z3_leaf_module(module) or any(
+            not hasattr(parameter, "ds_z3_leaf_module") for parameter in own
+        )
+
+    def mark_blocks(self, model: nn.Module) -> None:
+        """Let stage 3 gather the parameters of a block at once, see `gathers_blocks`.
+
+        Args:
+            model: before DeepSpeed partitions it.
+        """
+        from distributed_training.strategies.deepspeed.blocks import gather_whole_blocks
+
+        if self.gathers_blocks:
+            gather_whole_blocks(model)
 
     def free_gathered(self, model: nn.Module) -> None:
         """See the base class.
