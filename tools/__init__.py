@@ -10,8 +10,10 @@ prove       --prove: one step in several ways that must be equal
 convert     scripts/convert_checkpoint.py: checkpoints of other programs, and for them
 slurm       scripts/distributed_setup.py: configurations, launch scripts and Slurm jobs
 chat        scripts/chat.py: talks to a trained model in the terminal
+hand_over   scripts/hand_over.py: a model for llama.cpp and Ollama, and whether it answers the same
 ops         scripts/build_ops.py: compiles DeepSpeed's ops
 faults      make faults: documented bugs, and the checks that show them
+lab         make lab: tasks for students, which check themselves
 benchmarks  make bench: speed and memory next to other trainers
 docs        generated sections and pictures of the documents
 hooks       which of them take part in a run

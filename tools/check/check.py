@@ -37,7 +37,9 @@ def check(settings: Settings, ctx: DistContext) -> int:
         check_machine.software(strategy),
         check_machine.gpu(training.device, ctx),
         check_machine.compiler(ctx.device.type) if settings.model.compile else None,
-        check_machine.requirements(strategy, training.gradient_accumulation_steps),
+        check_machine.requirements(
+            strategy, training.gradient_accumulation_steps, settings.model.load_in_4bit
+        ),
         check_disks.nvme(nvme_folder) if measures_nvme else None,
         check_disks.disk(output, training.eval_only, settings.model.model, settings.data),
         check_machine.limits(),

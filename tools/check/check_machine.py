@@ -60,10 +60,12 @@ def compiler(device_type: str) -> Line:
     return Line(OK, "torch.compile", "has a compiler")
 
 
-def requirements(strategy: Strategy, accumulation: int) -> Line | None:
+def requirements(strategy: Strategy, accumulation: int, in_4bit: bool) -> Line | None:
     """Check the releases that the strategy needs, DeepSpeed's ops, and what compiles them."""
     try:
         strategy.check_requirements(accumulation)
+        if in_4bit:
+            strategy.check_4bit()
     except UserError as error:
         return Line(PROBLEM, "requirements", str(error))
     if not strategy.needed_ops():

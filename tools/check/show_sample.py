@@ -24,7 +24,7 @@ def show_sample(settings: Settings, ctx: DistContext) -> int:
     tokenizer, positions = models.find_tokenizer(settings, ctx)
     data = settings.data
     length = choose_seq_length(data.seq_length, settings.model.model, positions)
-    padding = Padding.of(length, settings.model.compile, ctx.device.type)
+    padding = Padding.of(length, False, ctx.device.type)
     training = replace(settings.training, eval_only=False)
     parts = open_datasets(data, training, ctx, tokenizer, padding).train.first_sequence()
     if ctx.is_main:

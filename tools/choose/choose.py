@@ -59,7 +59,7 @@ def choose(settings: Settings, ctx: DistContext) -> Settings:
         raise UserError(f"{flags}: nothing fits. {nothing_fits(found, memory_limits(ctx))}")
     plain = complete(settings.as_given, {**choice}).settings
     if plain.model.compile:  # which depends on the strategy
-        configure_compiler(ctx.device, plain.strategy.hooks_between_layers)
+        configure_compiler(ctx.device, plain.strategy.gathers_single_layers)
     return dataclasses.replace(plain, hub=settings.hub)
 
 

@@ -2,8 +2,8 @@
 
     python scripts/generate_docs.py
 
-They come from the tables of the code: flags, tolerances of the comparison, and planned memory. A
-test fails if a section is not what this program writes.
+They come from the tables of the code: flags, tolerances of the comparison, planned memory, types of
+files and formats of rows, findings. A test fails if a section is not what this program writes.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from distributed_training.cli.flags import (
     build_parser,
     names_in_help,
 )
+from distributed_training.data.file_types import FILE_TYPES
+from distributed_training.data.row_formats import FORMATS
 from distributed_training.known_models import GPT2_SHAPES
 from distributed_training.memory.estimate import predict_all
 from distributed_training.memory.find_architecture import find_architecture
@@ -87,7 +89,36 @@ def gpt2_memory() -> list[str]:
     return table(headers, ([*row, *more] for row, more in zip(rows, cells, strict=True)))
 
 
-SECTIONS = {"flags": flags, "tolerances": tolerances, "gpt2-memory": gpt2_memory}
+def file_types() -> list[str]:
+    """List the types of files that have rows."""
+    types = dict.fromkeys(FILE_TYPES.values())
+    rows = ((", ".join(f"`{suffix}`" for suffix in each.suffixes), each.rows) for each in types)
+    return table(["suffix", "a row is"], rows)
+
+
+def row_formats() -> list[str]:
+    """List the formats of rows in the order in which they are tried."""
+    rows = (described for row_format in FORMATS for described in row_format.described)
+    return table(["keys of a row", "known as", "becomes"], rows)
+
+
+def findings() -> list[str]:
+    """List the scripts in findings/ by their first lines."""
+    rows = []
+    for path in sorted(PROJECT.glob("findings/*.sh")):
+        lines = dict(re.findall(r"^# (\w+): (.*)$", path.read_text("utf-8"), re.MULTILINE))
+        rows.append((f"[{path.stem}]({path.name})", lines["release"], lines["finding"]))
+    return table(["script", "release", "what happens"], rows)
+
+
+SECTIONS = {
+    "findings": findings,
+    "flags": flags,
+    "tolerances": tolerances,
+    "gpt2-memory": gpt2_memory,
+    "file-types": file_types,
+    "row-formats": row_formats,
+}
 
 
 def generated(text: str) -> str:
@@ -97,8 +128,11 @@ def generated(text: str) -> str:
     return text
 
 
+PAGES = [path for folder in (".", "docs", "findings") for path in PROJECT.glob(f"{folder}/*.md")]
+
+
 def main() -> None:
     """Renew the sections of all documents."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    for path in [*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")]:
+    for path in PAGES:
         path.write_text(generated(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -163,6 +163,13 @@ def _and_two_ranks(launch: Launch, strategy: str) -> Compare:
     return Compare(WHOLE, launch, f"A is one process with a batch of 8, and B {what}")
 
 
+MUON, MUON_ZERO3 = (
+    Launch(f"{EXACT} --batch_size {batch_size} --optim muon --strategy {name}", ranks)
+    for name, batch_size, ranks in (("dp", 8, 1), ("zero3", 4, 2))
+)
+ONE_AND_MUON = Compare(
+    MUON, MUON_ZERO3, "both have --optim muon, A is one process, and B two ranks of zero3"
+)
 ONE_AND_DP, ONE_AND_FSDP = _and_two_ranks(DP, "dp"), _and_two_ranks(FSDP, "fsdp")
 WITH_CHECKPOINTING = Compare(
     DROPOUT, CHECKPOINTED, "A has dropout, and B also --gradient_checkpointing"

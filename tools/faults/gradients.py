@@ -5,6 +5,7 @@ from tools.faults.checks import (
     LONG,
     ONE_AND_DP,
     ONE_AND_FSDP,
+    ONE_AND_MUON,
     WITH_CHECKPOINTING,
     Prove,
 )
@@ -244,5 +245,24 @@ FAULTS = (
         FP32_AND_BF16,
         "Print the dtypes of the optimizer's parameters and of its state: the weights that it "
         "updates must be in fp32. Or train the same steps in fp32, too.",
+    ),
+    Fault(
+        "muon_of_placeholders",
+        GROUP,
+        "Under ZeRO-3 Muon looks for matrices among empty placeholders, so AdamW updates all.",
+        (
+            Report(
+                "deepspeedai/DeepSpeed",
+                8438,
+                "Under zero.Init every parameter has one dimension, so none is Muon's",
+            ),
+            Report(
+                "hiyouga/LlamaFactory", 8041, "Under ZeRO-3 the log says that Muon has 0 parameters"
+            ),
+        ),
+        "The usual curve of AdamW, which looks right.",
+        ONE_AND_MUON,
+        "Print how many parameters each optimizer updates, after the model was sharded. A run here "
+        "prints it, and stops if Muon would update none: the patch removes this check, too.",
     ),
 )

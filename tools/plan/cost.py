@@ -134,6 +134,21 @@ def slurm_budget(train: float, save: float, usable: float, mtbf: float) -> tuple
     return math.ceil(train / trained), interval, trained
 
 
+def save_times(args: Options, results: JsonObject) -> tuple[float, float]:
+    """Return the seconds that training waits for a save, and those that a thread then writes.
+
+    Raises:
+        UserError: no flag gives them, and the run of --results has saved nothing.
+    """
+    if args.save_seconds:
+        return args.save_seconds, 0.0
+    waits, saves = results.get("checkpoint_seconds"), results.get("saves") or {}
+    if not waits:
+        given = "--save_seconds, or --results of a run with --save_every"
+        raise UserError(f"--time_limit needs the time of a save: {given}.")
+    return max(waits), saves.get("write_seconds", 0.0) / (saves.get("count") or 1)
+
+
 def slurm_rows(
     args: Options, ranks: int, train: float, steps: float, results: JsonObject
 ) -> list[Row]:
@@ -143,12 +158,9 @@ def slurm_rows(
     """
     limit, step = seconds_of(args.time_limit), train / steps
     startup = results.get("seconds_to_first_step") or STARTUP_SECONDS
-    save = args.save_seconds or max(results.get("checkpoint_seconds") or [0])
-    if not save:
-        given = "--save_seconds, or --results of a run with --save_every"
-        raise UserError(f"--time_limit needs the time of a save: {given}.")
+    save, written = save_times(args, results)
     # Twice the time that the last steps and the save need, in whole minutes.
-    needed = STEPS_TO_STOP * step + save
+    needed = STEPS_TO_STOP * step + save + written
     signal = max(SIGNAL_SECONDS, 60 * math.ceil(2 * needed / 60))
     mtbf = args.mtbf or MTBF_HOURS
     usable = limit - startup - signal

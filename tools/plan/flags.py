@@ -16,9 +16,9 @@ from tools.plan import cost
 from tools.plan.workload import number_of_gpus
 
 SIZE, SIZES = flag_types.positive_float, flag_types.positive_floats
-MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-3-8B, Qwen2.5-7B,
-    Qwen2.5-0.5B, Mistral-7B, another name on the hub, a model folder or a config.json (GPT-2,
-    Llama, Mistral, Qwen, GPT-NeoX) (default: gpt2)"""
+MODELS = """gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny-gpt2, Llama-2-7B, Llama-2-13B, Llama-3-8B,
+    Qwen2.5-7B, Qwen2.5-0.5B, Mistral-7B, another name on the hub, a model folder or a config.json
+    (GPT-2, Llama, Mistral, Qwen, GPT-NeoX) (default: gpt2)"""
 # Name, type, placeholder and help of flags.
 PLANNER_FLAGS = (
     ("gpus", flag_types.ranks, "N", "number of ranks, one per GPU (default: 1)"),

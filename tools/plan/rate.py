@@ -1,47 +1,54 @@
 """The rate that a run has measured; and a row of the cost that follows from a rate."""
 
+import re
 import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypedDict
+
+import msgspec
 
 from distributed_training import PROJECT, programs
 from distributed_training.cli.parser import Options
 from distributed_training.errors import TrainingError, UserError
-from distributed_training.files.json_types import (
-    Check,
-    JsonObject,
-    dict_of,
-    is_number,
-    is_text,
-    list_of,
-    optional,
-    record,
-)
+from distributed_training.files.checked_types import Number, wrong_place
+from distributed_training.files.json_types import JsonObject, lookup
 from distributed_training.files.user_files import read_user_json, shown
 from distributed_training.ranks.gpus import usable_gpus
 from distributed_training.records.recorded_run import last_error
-from distributed_training.strategies.deepspeed.options import lookup
 from distributed_training.units import human_rate
 from distributed_training.workload.rate import Rate
 from distributed_training.workload.workload import Workload
 
-
-def is_amount(value: object) -> bool:
-    """Return whether a value is a finite number above 0."""
-    return isinstance(value, int | float) and is_number(value) and value > 0
+Amount = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
-# The keys of a completed run that a plan uses.
-USED: dict[str, Check] = {
-    **dict.fromkeys("world_size steps samples tokens".split(), is_amount),
-    "tokens_per_second_per_gpu": is_amount,
-    "hardware": optional(record({}, gpu=optional(is_text), cpu=is_text)),
-    "step_phases_seconds": optional(dict_of(is_number)),
-    "seconds_to_first_step": optional(is_number),
-    "checkpoint_seconds": optional(list_of(is_number)),
-}
+class Hardware(TypedDict, total=False):
+    """The machine of a run."""
+
+    gpu: str | None
+    cpu: str
+
+
+class _Measured(TypedDict):
+    world_size: Amount
+    steps: Amount
+    samples: Amount
+    tokens: Amount
+    tokens_per_second_per_gpu: Amount
+
+
+class Used(_Measured, total=False):
+    """The keys of a completed run's results.json that a plan uses."""
+
+    hardware: Hardware | None
+    step_phases_seconds: dict[str, Number] | None
+    seconds_to_first_step: Number | None
+    checkpoint_seconds: list[Number] | None
+    saves: dict[str, Number] | None
+
+
 MEASURED_STEPS = 10  # of --measure, of which a run excludes the first two from its rate
 
 
@@ -135,10 +142,9 @@ def read_completed_run(path: str, flag: str = "--results") -> tuple[str, JsonObj
         raise UserError(f"{place}: the run's status is {why}: name a completed run.")
     if not results.get("tokens_per_second_per_gpu"):
         raise UserError(f"{place}: the run trained no step: name a run that trained.")
-    for key, check in USED.items():
-        if not check(results.get(key)):
-            value = shown(results.get(key, "missing"))
-            raise UserError(f"{place} is damaged: {key} is {value}: name another completed run.")
+    if key := wrong_place(results, Used):
+        value = shown(results.get(re.split(r"[.[]", key)[0], "missing"))
+        raise UserError(f"{place} is damaged: {key} is {value}: name another completed run.")
     if (results.get("seconds_to_first_step") or 0) <= 0:
         results["seconds_to_first_step"] = None
     saves = [seconds for seconds in results.get("checkpoint_seconds") or [] if seconds > 0]

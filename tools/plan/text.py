@@ -97,14 +97,15 @@ def of_ranks(fitting: Workload | None, strategy: str, devices: UnequalGpus) -> l
 
 def explain(need: MemoryEstimate) -> str:
     """Return the table of --explain: each term of a strategy's estimate in the phases of a step."""
-    places = [place for place in ("host", "nvme") if need.at(place)]
+    places = [place for place in ("host", "nvme", "saving") if need.at(place)]
     columns = [*STEP, *places]
     rows = [
         [term.name, *(in_gb(term.size if column in term.phases else 0) for column in columns)]
         for term in need.terms
     ]
     rows.append(["sum", *(in_gb(need.at(column)) for column in columns)])
-    table = text_table(rows, [need.strategy, "loss", "backward", "end", "update", *places])
+    names = ["save" if place == "saving" else place for place in places]  # for 80 columns
+    table = text_table(rows, [need.strategy, "loss", "backward", "end", "update", *names])
     sent = f"A rank sends {need.sent / GB:.2f} GB per step."
     return f"{table}\nThe peak is in: {need.phase_of_peak()}. {sent}"
 

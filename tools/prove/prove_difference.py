@@ -22,7 +22,9 @@ LEGEND = """
 Differences from the first way, before clipping. Of the loss and the norm: relative. Of the
 gradient: in the parameter that differs most, as a share of the whole gradient's norm. Of the
 update: of the weight that differs most, in learning rates. fp32 rounds each result to 6e-08 of its
-size, and each way adds the same numbers in another order.
+size, and each way adds the same numbers in another order. Trainer gets no label for the first token
+of a sequence, which has no loss: otherwise it divides an accumulated loss of GPT-2 by its label as
+well (docs/COMING_FROM.md#what-trainer-does-differently).
 """
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed_training.checkpoints.loading import PieceReader
-from distributed_training.model_parts import transformer_blocks
-from distributed_training.strategies.optimizer_shards import Piece, Shard, ShardedState
+from distributed_training.model_parts import Piece, transformer_blocks
+from distributed_training.strategies.optimizer_shards import Shard, ShardedState
 from distributed_training.strategies.wrapped import unwrapped
 
 
@@ -84,10 +84,7 @@ def changes_of_layers(
 
 def _decay(state: ShardedState, shard: Shard) -> tuple[str, float] | None:
     """Return the moving average of the gradients of a master and its decay; None: it has none."""
-    groups = state.base.param_groups
-    own = (g for g in groups if any(parameter is shard.key for parameter in g["params"]))
-    # DeepSpeed's groups do not have its masters; all of them have the same decay.
-    return state.optimizer.average_of(next(own, groups[0]))
+    return state.optimizer.average_of(state.base, shard.key)
 
 
 def _squares(

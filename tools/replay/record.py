@@ -17,6 +17,7 @@ from distributed_training.records.metrics_reader import read_metrics
 from distributed_training.records.replayed import (
     LargestLoss,
     Replayed,
+    ReplayedOrigin,
     ReplayedSequence,
     console_text,
 )
@@ -124,7 +125,7 @@ def sequences_of(
             rank=place.rank,
             micro_batch=place.micro_batch,
             row=place.row,
-            origins=[origin._asdict() for origin in own],
+            origins=[ReplayedOrigin(dataset=one.dataset, row=one.row) for one in own],
             targets=targets[place],
             loss=math.fsum(repeated.tokens[place].known) / targets[place],
             gradient_norm=norms.get(place),

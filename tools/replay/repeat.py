@@ -51,7 +51,7 @@ def repeat(run: Run, step: int, loop: TrainingLoop, ctx: DistContext) -> Repeate
     training = loop.training
     step_batch = repeat_before(run, step, loop, ctx)
     manager = run.manager
-    manager.save(run.state, announced=False)  # in the temporary folder
+    manager.save_now(run.state, announced=False)  # in the temporary folder
     tokens = token_losses(run.objects.model, loop.autocast, step_batch, ctx)
     scale = loss_scale(run)
     log = StepRecorder.like(run.log)

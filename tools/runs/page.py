@@ -6,7 +6,7 @@ Texts of files are escaped and without secrets, and the page allows no script an
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -14,14 +14,13 @@ from markupsafe import Markup
 from distributed_training.checkpoints.format import list_checkpoints
 from distributed_training.console import visible
 from distributed_training.errors import UserError, redact
-from distributed_training.files.json_types import JsonObject
+from distributed_training.files.json_types import JsonObject, lookup
 from distributed_training.records import replayed
 from distributed_training.records.compare import read_comparison
 from distributed_training.records.loss_figure import why_no_figure
 from distributed_training.records.metrics_file import FILE
 from distributed_training.records.metrics_reader import unreadable_lines
 from distributed_training.records.recorded_run import read_folder
-from distributed_training.strategies.deepspeed.options import lookup
 from distributed_training.units import MB, human_bytes, human_rate
 from tools.plotting import draw_bars
 from tools.runs import comparison_text, outliers, plots
@@ -70,7 +69,7 @@ def page_of(folder: Path) -> Page:
     return Page(text, values["notices"], lines, is_run)
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: object) -> str:
     """Return a value of a file as visible text without secrets; charts are left as they are."""
     if isinstance(value, Markup):
         return value
