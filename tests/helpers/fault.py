@@ -6,7 +6,6 @@
     infinite:N         an element of the N-th micro-batch's gradient is infinite, its loss is finite
     gpus:N             torch sees N GPUs (this machine has none)
     unusable_gpu:DEV   the machine has an NVIDIA GPU that torch cannot use; the folder DEV stands for /dev
-    in_backward        no fault: the gradients of the loss are computed in backward, as in fp16
     unordered:N        at its N-th micro-batch it needs an operation that has no deterministic kernel
     signal:RANK:N      that rank receives SIGUSR1 as it reads its N-th micro-batch
     hang:RANK:N        that rank stops for ever at its N-th micro-batch and ignores SIGTERM
@@ -17,13 +16,14 @@
     slow:RANK:SECONDS  that rank needs so many more seconds for each sequence
     kill_saving:WHAT:N the process is killed (SIGKILL) before the N-th tensor file, or manifest, of
     a checkpoint is written
+    slow_save:SECONDS  each tensor file of a checkpoint takes so many more seconds to write
     full_disk:RANK:N   the N-th tensor file that this rank writes finds no room: a node whose own disk is full
     logits:FILE        no fault: before the model is exported, its logits for the tokens 0 to 31 go to FILE;
     and a sample has 15 tokens
     deepspeed:RELEASE  no fault: the installed DeepSpeed is this release, according to its metadata
     prove:PYTHON       no fault: --prove starts its runs with this interpreter
 
-FAULT_SCRIPT names another script than the project's.
+Several are joined by "+". FAULT_SCRIPT names another script than the project's.
 """
 
 import errno
@@ -148,10 +148,6 @@ def plant(kind: str, values: list[str]) -> None:
             return found, parts
 
         wrap(loss, "_loss_and_gradients", overflow)
-    elif kind == "in_backward":
-        from distributed_training.model import loss
-
-        loss.COMPUTED_IN_BACKWARD = (torch.float32,)
     elif kind == "oom_above":
         from distributed_training.data import batches as data
 
@@ -180,19 +176,27 @@ def plant(kind: str, values: list[str]) -> None:
             calls[0] += values[0] == "tensors" or args[0].name == "manifest.json"
             if calls[0] == int(values[1]):
                 kill()
-            write(*args)
+            return write(*args)
 
-        owner = tensors if values[0] == "tensors" else checkpoint_format
-        wrap(owner, "save_file" if values[0] == "tensors" else "write_text", killed)
+        owner = tensors.PieceFile if values[0] == "tensors" else checkpoint_format
+        wrap(owner, "write" if values[0] == "tensors" else "write_text", killed)
+    elif kind == "slow_save":
+        from distributed_training.checkpoints import saving as tensors
+
+        def save_slowly(number, write, *args):
+            time.sleep(float(values[0]))
+            return write(*args)
+
+        wrap(tensors.PieceFile, "write", save_slowly)
     elif kind == "full_disk":
         from distributed_training.checkpoints import saving as tensors
 
-        def save(number, save_file, *args):
+        def save(number, write, *args):
             if os.environ["RANK"] == values[0] and number == int(values[1]):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            save_file(*args)
+            return write(*args)
 
-        wrap(tensors, "save_file", save)
+        wrap(tensors.PieceFile, "write", save)
     elif kind == "logits":
         from distributed_training.checkpoints.manager import CheckpointManager
         from distributed_training.model import generate
@@ -230,7 +234,8 @@ def plant(kind: str, values: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    kind, *values = os.environ["FAULT"].split(":")
     sys.argv[0], sys.path[0] = str(SCRIPT), str(SCRIPT.parent)  # as if Python had started SCRIPT
-    plant(kind, values)
+    for fault in os.environ["FAULT"].split("+"):
+        kind, *values = fault.split(":")
+        plant(kind, values)
     runpy.run_path(str(SCRIPT), run_name="__main__")

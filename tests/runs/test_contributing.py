@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md adds, a setting and strategies: its diffs are applied to a copy."""
+"""What CONTRIBUTING.md adds: its diffs are applied to a copy of the project."""
 
 import json
 import re
@@ -90,6 +90,44 @@ def test_a_setting_is_a_flag_and_a_key_of_a_run_file(tmp_path):
         "print(EFFECT_OF['label_smoothing'], 'label_smoothing' in INFORMATIONAL_FLAGS)"
     )
     assert run([sys.executable, "-c", program]).stdout == "the updates True\n"
+
+
+PRINT_ROWS = """
+import sys
+from pathlib import Path
+from distributed_training.data.row_files import rows_of_file
+from distributed_training.data.rows import RowOptions
+from tools.docs.sections import file_types
+
+for row in rows_of_file(Path(sys.argv[1]), RowOptions()):
+    print(row.where, [*row.pieces])
+print(*file_types(), sep="\\n")
+"""
+
+
+def test_a_data_format_is_one_file(tmp_path):
+    copy = copy_with("Adding a dataset format", tmp_path / "project")
+    texts = [f"Section {number} has\nlines.\n" for number in range(3)]
+    (tmp_path / "all.docs").write_text("---\n".join(texts))
+    command = [sys.executable, "-c", PRINT_ROWS, tmp_path / "all.docs"]
+    printed = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=True).stdout
+    for number, text in enumerate(texts, 1):
+        assert f"{tmp_path / 'all.docs'}, section {number} {[text]}\n" in printed
+    assert "\n| `.docs` | a section: " in printed
+
+
+@pytest.mark.slow
+def test_a_data_format_is_trained_on(tmp_path):
+    copy = copy_with("Adding a dataset format", tmp_path / "project")
+    texts = [f"Section {number} has some words.\n" * 20 for number in range(12)]
+    (tmp_path / "all.docs").write_text("---\n".join(texts))
+    rows = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "all.jsonl").write_text("\n".join(rows) + "\n")
+    names = ("all.docs", "all.jsonl")
+    trained = [
+        losses(copy, "dp", tmp_path / f"run-{name}", "--dataset", tmp_path / name) for name in names
+    ]
+    assert trained[0] == trained[1]
 
 
 @pytest.mark.slow

@@ -40,6 +40,19 @@ def test_fp16_updates_nothing_after_a_loss_that_is_not_finite(loss):
     assert not start.equal(first) and all(first.equal(weights) for weights in later)
 
 
+def test_the_flag_is_not_read_where_the_host_would_wait_for_it():
+    """Reading a tensor of the meta device fails, as reading one of a GPU would wait."""
+    model = nn.Linear(4, 4, device="meta")
+    optimizer = torch.optim.SGD(model.parameters())  # not fused, as under FSDP
+    objects = TrainingObjects(STRATEGIES["dp"], model, optimizer)
+    loss = torch.zeros((), device="meta")
+    gradients.block_update_if_not_finite(objects, loss, loss, simulated=False)
+    on_host = torch.optim.SGD(nn.Linear(4, 4).parameters())  # FSDP offloads
+    objects = TrainingObjects(STRATEGIES["dp"], model, on_host)
+    with pytest.raises(RuntimeError, match="meta"):
+        gradients.block_update_if_not_finite(objects, loss, loss, simulated=False)
+
+
 def test_a_non_finite_loss_is_an_error_if_the_optimizer_cannot_skip_updates():
     with pytest.raises(NotFinite, match="The loss is nan"):
         weights_after((float("nan"), 0.5), fused=False)

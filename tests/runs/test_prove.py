@@ -54,8 +54,18 @@ def pairs(tmp_path) -> Path:
 def test_all_ways_make_one_step(prove):
     run = prove("--seq_length", "32", "--strategy", "zero3", "--prove")
     assert "2 ranks of zero3" in run.out and "✅ Equal" in run.out
+    assert "#what-trainer-does-differently" in run.out
     for loss, norm, gradient, update in differences(run):
         assert loss < 1e-6 and norm < 1e-5 and gradient < 1e-5 and update < 1e-3
+
+
+@pytest.mark.slow
+def test_the_divisors_of_trainer_are_ours_on_unequal_answers(prove, small_gpt2, pairs):
+    """GPT-2's class, for which Trainer counts each label, also those that are not predicted."""
+    work = ["--model", small_gpt2, "--from_scratch", "--dataset", pairs, "--seq_length", "32"]
+    run = prove(*work, "--train_on", "all", "--prove")
+    assert "✅ Equal" in run.out
+    assert all(gradient < 1e-5 for _, _, gradient, _ in differences(run))
 
 
 @pytest.mark.slow

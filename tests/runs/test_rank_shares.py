@@ -36,7 +36,11 @@ def test_three_ranks_with_shares_4_2_1(script, reference):
 
 @pytest.mark.parametrize(
     "saved_under, resumed_under",
-    [("--rank_shares 3,1", ""), slow("", "--rank_shares 1,3"), slow("--rank_shares 3,1", "fsdp")],
+    [
+        slow("--rank_shares 3,1", ""),
+        slow("", "--rank_shares 1,3"),
+        slow("--rank_shares 3,1", "fsdp"),
+    ],
 )
 def test_a_checkpoint_resumes_under_other_shares(script, reference, saved_under, resumed_under):
     flags = [*SAME_WORK, *SPLIT, *FP32, "--no_export"]
@@ -75,7 +79,7 @@ def test_packed_examples_and_compiled_blocks_are_divided_by_shares(script, tmp_p
     assert run.results["eval_loss"] == pytest.approx(one.results["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["dp", slow("zero3"), soak("fsdp"), soak("zero2")])
+@pytest.mark.parametrize("strategy", [slow("dp"), slow("zero3"), soak("fsdp"), soak("zero2")])
 def test_auto_gives_a_slow_rank_fewer_sequences(script, strategy):
     """Rank 1 needs a multiple of the other's time; the losses stay those of equal ranks."""
     flags = "--seq_length 32 --num_samples 320 --max_steps 14 --dropout 0 --no_eval --no_export"

@@ -170,6 +170,20 @@ def test_a_step_before_a_resume_with_other_settings(script):
 
 
 @pytest.mark.slow
+def test_a_run_that_continues_another_folder_has_its_own_settings(script, tmp_path):
+    """Its steps begin after the checkpoint; those before it are in the other folder."""
+    work = [*WORK, "--batch_size", "4", "--save_every", "2"]
+    first = script(*work, "--max_steps", "4")
+    saved = first.folder / "checkpoints" / "step-00000002"
+    more = [*work, "--lr", "1e-4", "--max_steps", "6"]
+    second = script(*more, "--resume", saved, folder=tmp_path / "second")
+    [signature] = second.results["signatures"]
+    assert signature["from_step"] == 3 and signature["told"]["lr"] == 1e-4
+    replay = script(*more, "--replay", "5", folder=second.folder)
+    assert replay_of(replay, 5)["equal"] is True and replay_of(replay, 5)["changed_settings"] == []
+
+
+@pytest.mark.slow
 def test_measured_shares_and_skipped_steps(script):
     """The ranks measure their speed in steps 4 to 8, one of which is skipped."""
     work = "--seq_length 32 --batch_size 2 --max_steps 12 --no_export --no_eval".split()

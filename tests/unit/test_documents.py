@@ -13,7 +13,7 @@ from distributed_training.strategies.table import STRATEGIES
 
 PAGES = [page for page in documents.pages() if page.name != "CHANGELOG.md"]
 NAMES = [page.name for page in PAGES]
-MOST_PAGES, MOST_LINES = 13, 2750  # in docs/, and with README.md, see `written_lines`
+MOST_PAGES, MOST_LINES = 14, 2848  # in docs/, and with README.md, see `written_lines`
 GENERATED = {"docs/FLAGS.md", "docs/FAULTS.md"}
 LONGEST_README = 150
 LONGEST_SENTENCE, LONGEST_CELL = 35, 40  # in words; inline code counts as one

@@ -123,6 +123,7 @@ def test_the_image_does_not_run_as_root():
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # Names of packages whose modules have other names.
 PACKAGES = {"httpx": "huggingface_hub", "markupsafe": "jinja2", "yaml": "PyYAML"}
+OF_LLAMA_CPP = {"gguf", "llama_cpp"}  # tools/hand_over imports them next to llama.cpp
 # Imported only if the user has installed them, or asks for what needs them.
 OPTIONAL = {"bitsandbytes", "peft", "tensorboard", "wandb"}
 # Launched or named by users, or needed by a library, but imported nowhere.
@@ -163,7 +164,7 @@ def imported_packages() -> set[str]:
 
 
 def test_every_imported_package_is_declared():
-    needed = {PACKAGES.get(name, name) for name in imported_packages()}
+    needed = {PACKAGES.get(name, name) for name in imported_packages() - OF_LLAMA_CPP}
     declared, for_tests = requirements("requirements.txt"), requirements("requirements-dev.txt")
     assert needed - set(declared) == needed & OPTIONAL
     assert set(for_tests) >= OPTIONAL
@@ -220,6 +221,21 @@ def test_old_releases_are_refused_on_a_cpu(monkeypatch):
         with pytest.raises(MissingRequirement, match=f"--upgrade '?{package}"):
             STRATEGIES[name].check_requirements(1)
     STRATEGIES["zero3"].check_requirements(1)
+
+
+def test_a_torch_that_converts_sharded_integers_is_refused(monkeypatch):
+    """It would compute with other weights."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    def converts_floats(self, mp_policy):
+        return self.orig_dtype.is_floating_point
+
+    monkeypatch.setattr(FSDPParam, "init_dtype_attrs", converts_floats)
+    STRATEGIES["fsdp"].check_4bit()
+    monkeypatch.setattr(FSDPParam, "init_dtype_attrs", lambda self, mp_policy: None)
+    STRATEGIES["dp"].check_4bit()
+    with pytest.raises(MissingRequirement, match="under fsdp needs a torch that shards integers"):
+        STRATEGIES["fsdp"].check_4bit()
 
 
 def test_old_deepspeed_needs_nvcc_on_a_gpu(monkeypatch, tmp_path):

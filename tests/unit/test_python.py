@@ -166,7 +166,7 @@ def test_a_path_is_not_the_name_of_a_known_model(tmp_path, monkeypatch):
         ({"gpus": 4, "gpus_per_node": 0}, "gpus_per_node=0"),
         ({"gpus": 12, "gpus_per_node": 8}, "multiple"),
         ({"batch": 8}, "unknown argument --batch"),
-        ({"strategy": "zero2", "optim": "muon"}, "muon"),
+        ({"strategy": "infinity", "optim": "muon"}, "muon"),
         ({"device": "cpu", "gpu_memory": 8}, "host_memory"),
         ({"rank_shares": "2,1", "gpus": 2}, "equal ranks"),
         ({"eval_only": True}, "supports training"),

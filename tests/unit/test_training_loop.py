@@ -50,9 +50,15 @@ def one_step(ctx, monkeypatch):
     """
     seeds = []
 
-    def loss(model, inputs, labels, tokens, positions):
+    def loss(model, inputs, labels, tokens, positions, factor):
         seeds.append(torch.initial_seed())
-        return model(inputs.float()).square().sum() / tokens
+        value = model(inputs.float()).square().sum() / tokens
+
+        def check(received):
+            assert received == factor  # what backward multiplies the loss by
+
+        value.register_hook(check)
+        return value
 
     monkeypatch.setattr(program, "next_token_loss", loss)
 

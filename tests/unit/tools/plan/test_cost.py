@@ -1,5 +1,7 @@
 """The cost of a run and its Slurm jobs, computed from rates and durations."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from distributed_training.errors import UserError
@@ -8,7 +10,7 @@ from distributed_training.units import GB
 from distributed_training.workload.rate import Rate, assumed_rate
 from distributed_training.workload.workload import Workload, adapters
 from tools.plan import network_cost
-from tools.plan.cost import slurm_budget
+from tools.plan.cost import save_times, slurm_budget
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,14 @@ def test_a_network_adds_the_time_of_sending_to_each_step():
 
 
 # ------------------------------------------------------------------------------------- Slurm jobs
+
+
+def test_at_a_signal_the_whole_save_counts_and_between_signals_what_training_waits():
+    run = {"checkpoint_seconds": [0.5, 0.25], "saves": {"count": 2, "write_seconds": 9.0}}
+    assert save_times(SimpleNamespace(save_seconds=None), run) == (0.5, 4.5)
+    del run["saves"]  # of an earlier version, which wrote while training waited
+    assert save_times(SimpleNamespace(save_seconds=None), run) == (0.5, 0)
+    assert save_times(SimpleNamespace(save_seconds=60.0), run) == (60, 0)
 
 
 def test_time_between_saves_and_jobs():

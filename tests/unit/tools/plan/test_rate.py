@@ -6,7 +6,7 @@ import pytest
 from written_runs import RESULTS
 
 from distributed_training.errors import UserError
-from tools.plan.rate import USED, read_completed_run
+from tools.plan.rate import Used, read_completed_run
 
 DAMAGED = [None, -1, 0, "a", [], {}, True, 10**400, float("nan"), float("inf"), [None], {"a": []}]
 
@@ -31,7 +31,7 @@ def test_durations_that_cannot_be_are_ignored(read):
     assert read(checkpoint_seconds=[-1.0])["checkpoint_seconds"] == []
 
 
-@pytest.mark.parametrize("key", USED)
+@pytest.mark.parametrize("key", Used.__annotations__)
 def test_a_damaged_value_is_named(read, key):
     for value in DAMAGED:
         try:

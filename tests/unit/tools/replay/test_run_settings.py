@@ -63,6 +63,14 @@ def test_a_setting_that_the_replay_changes_stays_changed():
 
 
 def test_what_cannot_be_taken_is_named():
+    # The ranks have met in the precision of the replay.
+    run = recorded(2, (0, f"{FIRST} --precision fp32"), (6, f"{FIRST} --precision bf16"))
+    run.signature["told"]["precision"] = "fp32"
+    settings = taken(run, f"{FIRST} --precision bf16")
+    assert settings.training.precision == "bf16"
+    now = identity_of(settings)
+    now["told"]["precision"] = "bf16"
+    assert run.check(now, ()) == ["precision fp32 in that run, bf16 now"]
     run = recorded(2, (0, f"{FIRST} --seed 1"), (6, f"{FIRST} --strategy zero1 --seed 1"))
     settings = taken(run, f"{FIRST} --strategy zero1 --seed 1")
     assert run.check(identity_of(settings), ()) == ["strategy dp in that run, zero1 now"]

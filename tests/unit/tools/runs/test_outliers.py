@@ -8,6 +8,13 @@ import pytest
 from distributed_training.cli.parse import parse_arguments
 from tools.runs.outliers import outliers_of, replay_command
 
+# Of a run whose loss falls all the time, without the row that made the loss of step 31 3.135.
+FALLING = [
+    *(8.401, 7.01, 6.313, 6.052, 5.27, 5.111, 4.672, 4.217, 3.912, 3.566, 3.229, 3.028, 2.71),
+    *(2.518, 2.26, 2.011, 1.937, 1.725, 1.625, 1.463, 1.335, 1.238, 1.189, 1.068, 0.979, 0.932),
+    *(0.858, 0.802, 0.784, 0.752, 0.745, 0.74, 0.696, 0.683, 0.666, 0.651, 0.627, 0.598, 0.63),
+]
+
 
 def records_of(losses, norms=None):
     return [
@@ -34,6 +41,27 @@ def test_only_values_above_the_usual_ones_stand_out():
 
 def test_equal_losses_have_a_spread_of_zero():
     assert [one.step for one in outliers_of(records_of([2.0] * 10 + [2.1, 5.0]))] == [12, 12]
+
+
+@pytest.mark.parametrize("step", [*range(13, len(FALLING) + 1)])
+def test_the_fall_of_the_loss_hides_no_spike(step):
+    """The values before it spread over a multiple of it; also the last step of a run."""
+    assert outliers_of(records_of(FALLING)) == []
+    losses = [*FALLING]
+    losses[step - 1] += 2.383
+    found = outliers_of(records_of(losses, FALLING))
+    assert [(one.step, one.key) for one in found] == [(step, "loss")]
+
+
+def test_a_loss_that_does_not_come_back_stands_out():
+    """A higher level, and a run that diverges slowly: the first steps of the rise."""
+    noise = random.Random(0)
+    flat = [2 + noise.gauss(0, 0.05) for _ in range(40)]
+    jump = outliers_of(records_of([*flat, *(one + 0.5 for one in flat)], [1.0] * 80))
+    assert 41 in {one.step for one in jump}
+    diverging = [*flat, *(2 * 1.15**step for step in range(1, 20))]
+    rise = {one.step for one in outliers_of(records_of(diverging, [1.0] * 59))}
+    assert rise >= {42, 43, 44, 45, 46} and min(rise) > 40
 
 
 @pytest.mark.parametrize(

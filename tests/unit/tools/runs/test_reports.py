@@ -11,7 +11,7 @@ from written_runs import LOSSES, RESULTS, save, steps
 from distributed_training.errors import UserError
 from distributed_training.records.compare import compare_runs, read_comparison, read_row
 from distributed_training.records.loss_figure import draw_losses
-from distributed_training.records.recorded_run import read_run
+from distributed_training.records.recorded_run import read_folder, read_run
 from tools.runs import plots
 from tools.runs.comparison_text import (
     as_json,
@@ -65,6 +65,17 @@ def test_equal_runs(ours):
     assert found["largest_difference"]["relative"] == pytest.approx(1e-7, rel=0.01)
     assert [entry["name"] for entry in found["differences"]] == ["seed"]
     assert not found["likely_causes"]
+
+
+def test_code_that_differs_can_change_more_than_rounding(ours):
+    """It is no likely cause, but the table must not contradict "more than rounding explains"."""
+    other = [loss + 0.1 for loss in LOSSES]
+    places = [ours("a", steps(), code_digest="x"), ours("b", steps(other), code_digest="y")]
+    found, text = compared(*places)
+    assert "more than rounding explains" in text and found["likely_causes"] == []
+    assert [line.split()[-3:] for line in text.splitlines() if line.startswith("code_digest")] == [
+        ["rounding", "or", "more"]
+    ]
 
 
 def test_tokens_that_differ_for_the_same_text_are_the_cause(ours):
@@ -360,6 +371,21 @@ def test_a_repeat_that_fails_shows_and_the_others_count(strategies, tmp_path):
     run = comparison.runs[1]
     assert comparison.exit_code == 1 and run.status == "failed" and run.numbers
     assert "its own reason" in text and "a rank ended" not in text
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "  exitcode  : -9 (pid: 27824)",  # torchrun
+        # deepspeed 0.19.8, whose own exit status is 247
+        "[launch.py:259:sigkill_handler] ['python', '-u', 'x.py'] exits with return code = -9",
+    ],
+)
+def test_a_killed_rank_ran_out_of_memory_under_each_launcher(tmp_path, log):
+    (tmp_path / "log.txt").write_text(f"starting\n{log}\n")
+    (tmp_path / "outcome.txt").write_text("exit 247\n12\n")
+    run = read_folder(tmp_path)
+    assert (run.status, run.seconds) == ("oom", 12) and "SIGKILL" in run.reason
 
 
 @pytest.mark.parametrize("moved, same", [([2], True), ([5, 6], True), (range(3, 13), False)])
