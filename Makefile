@@ -7,6 +7,7 @@
 #             releases, in .venv-lower (needs Python 3.10 or 3.11)
 # make docs   build the documents as a site, in site/; broken links and anchors are errors
 # make faults plant documented bugs one at a time, and run the check that shows each (15 minutes)
+# make lab    tasks for students, which check themselves; LAB="start 1" adds arguments
 # make soak   the full products and repeats (hours)
 # make bench  measure speed and memory next to transformers.Trainer and accelerate; GPU=1 on a GPU
 #
@@ -34,7 +35,7 @@ endif
 LOWER := .venv-lower/bin/python
 # --use-pep517: pip 23 and 24 print a deprecation for DeepSpeed's setup.py otherwise.
 
-.PHONY: setup setup-dev demo ops unit test test-all test-lower-bounds lint docs faults soak bench clean
+.PHONY: setup setup-dev demo ops unit test test-all test-lower-bounds lint docs faults lab soak bench clean
 
 setup: $(VENV)/installed
 setup-dev: $(VENV)/installed-dev
@@ -109,6 +110,9 @@ test-lower-bounds:
 # docs/FAULTS.md, its figure and tools/faults/results.json are renewed if all faults are caught.
 faults: setup-dev
 	$(BIN)/python -m tools.faults --write
+
+lab: setup
+	@$(BIN)/python -m tools.lab $(LAB)
 
 soak: setup-dev
 	$(BIN)/python -m pytest -m soak $(PARALLEL)
