@@ -51,13 +51,36 @@ def ask(engine: Engine, reference: Reference, prompt: Prompt) -> Result:
 def result_of(engine: Engine, reference: Reference, prompt: Prompt, answer: Answer) -> Result:
     """Compare an engine's answer with that of transformers."""
     expected, ids = reference.answer(prompt), reference.ids_of(prompt)
+    if answer.stopped:
+        expected = _up_to_special_token(expected, answer, reference, prompt)
     if answer.tokens is not None:
-        found = _by_ids(expected, answer, reference.ends)
+        found = _by_ids(expected, answer, reference.ends | reference.special_ids)
     else:
         found = _by_text(expected, answer, lambda tokens: reference.text_of(prompt, tokens))
     if found and engine.cache_in_16_bits and found.gap > engine.near_tie:
         found = found._replace(rounding=reference.rounding(prompt, found.position))
     return Result(prompt, ids, expected, answer, found)
+
+
+def _up_to_special_token(
+    expected: Expected, answer: Answer, reference: Reference, prompt: Prompt
+) -> Expected:
+    """Return the answer up to a special token at which the engine ended its own; else all of it.
+
+    llama.cpp ends at tokens with certain names, such as <|endoftext|>, whatever the generation
+    configuration says, and no setting changes it. What a special token begins is no answer.
+    """
+    for position, token in enumerate(expected.tokens):
+        if token in reference.special_ids:
+            before = expected.tokens[:position]
+            if answer.tokens is not None:
+                ended_here = answer.tokens in (before, [*before, token])
+            else:
+                text = reference.text_of(prompt, before)
+                ended_here = comparable(answer.text).strip() == text.strip()
+            if ended_here:
+                return Expected(before, True, expected.gaps[: position + 1])
+    return expected
 
 
 def _by_ids(expected: Expected, answer: Answer, ends: set[int]) -> Difference | None:

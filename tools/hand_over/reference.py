@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,6 +69,12 @@ class Reference:
         generation = read_generation_config(str(source.folder), model.config)
         chats = is_chat(source, tokenizer)
         return cls(model, tokenizer, end_ids(tokenizer, generation, chats), chats)
+
+    @cached_property
+    def special_ids(self) -> set[int]:
+        """The ids of the tokenizer's special tokens."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {number for number, token in added if token.special}
 
     @property
     def start(self) -> list[int]:

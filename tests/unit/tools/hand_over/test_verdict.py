@@ -228,6 +228,31 @@ def test_what_a_cache_in_16_bits_changes_is_a_near_tie(exported):
     assert 0 < reference.rounding(prompt, far) < 1
 
 
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_an_engine_may_end_at_a_special_token(exported, has_ids, monkeypatch):
+    """llama.cpp ends at <|endoftext|>, also if the generation configuration does not name it."""
+    _, reference = exported("qwen2")
+    special = reference.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert special in reference.special_ids - reference.ends
+    prompts = prompts_of(reference, [])
+    prompt = next(each for each in prompts if len(reference.answer(each).tokens) > 6)
+    expected = reference.answer(prompt)
+    text = reference.text_of(prompt, expected.tokens[:4])
+    answer = Answer(text, True, expected.tokens[:4] if has_ids else None)
+    engine = SimpleNamespace(near_tie=0.01, cache_in_16_bits=False)
+
+    def compare_with(token):
+        tokens = [*expected.tokens[:4], token, *expected.tokens[5:]]
+        key = tuple(reference.ids_of(prompt))
+        gaps = [1.0] * len(expected.gaps)
+        monkeypatch.setitem(reference._answers, key, expected._replace(tokens=tokens, gaps=gaps))
+        return result_of(engine, reference, prompt, answer)
+
+    found = compare_with(special)
+    assert found.difference is None and found.equal_tokens == len(found.expected.tokens) == 4
+    assert compare_with(expected.tokens[4]).differs(0.01)
+
+
 def test_the_command_prints_the_verdict(main_of, exported):
     folder, _ = exported("gpt2")
     served = Served(folder, "llama-server")
