@@ -554,6 +554,8 @@ def build_ddp(
     prepare.copy_to_device(model, ctx.device)  # on a CPU: out of the memory-mapped file
     training = settings.training
     groups = parameter_groups(model, training, spec.unused)
+    if training.bf16_blocks:  # instead of autocast; the parameters stay in fp32
+        strategy.compute_blocks_in_bf16(model)
     if ctx.world_size > 1:  # a single process has nothing to reduce
         model = DistributedDataParallel(
             model,

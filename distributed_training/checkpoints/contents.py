@@ -6,7 +6,7 @@ saving.py and loading.py have the format of the tensors.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -20,7 +20,9 @@ from distributed_training.model.spec import ModelSpec
 from distributed_training.model.weights import persistent_buffers
 from distributed_training.strategies import gradients
 from distributed_training.strategies.objects import TrainingObjects
-from distributed_training.strategies.optimizer_shards import ShardedState
+
+if TYPE_CHECKING:
+    from distributed_training.strategies.optimizer_shards import ShardedState
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")  # saved of each parameter group, if it has them
 

@@ -240,7 +240,12 @@ def workload_of(
         lora=adapters(
             model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit, chosen.lora_dora
         ),
-        kernels=Kernels(chosen.fused_gelu, settings.data.isolates_documents, chosen.compile),
+        kernels=Kernels(
+            chosen.fused_gelu,
+            settings.data.isolates_documents,
+            chosen.compile,
+            training.bf16_blocks,
+        ),
         optimizer=training.optim,
         reduce_dtype=settings.strategy.reduce_dtype,
     )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from distributed_training.model.spec import ModelSpec
 from distributed_training.ranks.context import DistContext
 from distributed_training.strategies.objects import TrainingObjects
-from distributed_training.strategies.optimizer_shards import ShardedState
+
+if TYPE_CHECKING:
+    from distributed_training.strategies.optimizer_shards import ShardedState
 
 
 class TrainedModel(NamedTuple):

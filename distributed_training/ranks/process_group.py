@@ -118,7 +118,8 @@ def configure_torch(
     Returns:
         The precision of the computation: "fp32", "bf16" or "fp16".
     Raises:
-        UserError: the device does not have the one that --precision names, or no CUDA graphs.
+        UserError: the device does not have the one that --precision names or that --bf16_blocks
+            needs, or no CUDA graphs.
     """
     if training.cuda_graph and device.type != "cuda":
         raise UserError("--cuda_graph needs a GPU: leave it out.")
@@ -135,4 +136,7 @@ def configure_torch(
         from distributed_training.ranks.compiler import configure_compiler  # only with --compile
 
         configure_compiler(device, strategy.gathers_single_layers)
-    return choose_precision(training.precision, device)
+    precision = choose_precision(training.precision, device)
+    if training.bf16_blocks and precision != "bf16":
+        raise UserError(f"--bf16_blocks needs bf16, and the run uses {precision}: leave it out.")
+    return precision

@@ -223,6 +223,14 @@ class TrainingSettings:
         excludes="compile gradient_checkpointing load_in_4bit simulate_gpus eval_only",
         effect=ROUNDING,
     )
+    bf16_blocks: bool = switch(
+        False,
+        "dp in bf16: transformer blocks compute entirely in bf16, as under the other strategies",
+        excludes="gradient_checkpointing lora_r eval_only",
+        effect=ROUNDING,
+        used_by="dp",
+        planned=True,
+    )
     eval: bool = switch(
         True,
         "no evaluation (default: after each epoch)",

@@ -10,12 +10,12 @@ from torch import nn
 from torch.amp import GradScaler
 
 from distributed_training.strategies.live_states import LiveStates
-from distributed_training.strategies.optimizer_shards import ShardedState
 from distributed_training.strategies.strategy import Strategy
 from distributed_training.strategies.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from distributed_training.strategies.ddp.micro_batch_graph import MicroBatchGraphs
+    from distributed_training.strategies.optimizer_shards import ShardedState
 
 
 @dataclass

@@ -38,8 +38,8 @@ def activation_terms(work: Workload) -> list[Term]:
     backward additionally holds the activations of one transformer block.
     """
     m, c, held = work.model, work.item, (LOSS, BACKWARD)
-    stream, adapters = work.stream, work.lora
-    of_block = saved_by_block(work)
+    stream, adapters = work.in_blocks.stream, work.lora
+    of_block = saved_by_block(work.in_blocks)
     terms = []
     if work.gradient_checkpointing:
         # With frozen embeddings transformers makes their output a leaf that requires a gradient. It
@@ -60,8 +60,8 @@ def activation_terms(work: Workload) -> list[Term]:
                 before += of_block["MLP"]
             terms.append(Term("activations: before adapters", -before, held))
         if work.dtypes.autocast:
-            matrices = m.layers * sum(filter(m.is_matrix, m.block()))
-            size = c * (sum(work.trained) if adapters else matrices)
+            block = m.block() if work.kernels.bf16_blocks else filter(m.is_matrix, m.block())
+            size = c * (sum(work.trained) if adapters else m.layers * sum(block))
             terms.append(Term("16-bit weight copies", size, held))
     if m.family == "llama":
         # Frozen, the final norm saves its fp32 input only.
@@ -183,7 +183,7 @@ def loss_terms(work: Workload) -> list[Term]:
     return [
         Term("loss: a chunk of logits", chunk, (LOSS,)),
         Term("loss: weight's gradient", of_weight, (LOSS,)),
-        Term("loss: input's gradient", work.stream * inputs, (LOSS,)),
+        Term("loss: input's gradient", work.head_input * inputs, (LOSS,)),
         Term("loss: 16-bit copies", copies, (LOSS,)),
         Term("gradients of the head", gradients_of_head(work), (BACKWARD,)),
     ]
@@ -198,5 +198,5 @@ def kept_by_loss(work: Workload) -> int:
 
 def gradients_of_head(work: Workload) -> int:
     """Return the bytes of the gradients of the head: of its input, and of its weight if trained."""
-    rows = work.tokens + (0 if work.lora else work.model.embedding.vocabulary)
-    return work.stream * work.model.hidden * rows
+    of_weight = 0 if work.lora else work.stream * work.model.embedding.vocabulary
+    return work.model.hidden * (work.head_input * work.tokens + of_weight)

@@ -107,6 +107,7 @@ class Kernels:
     fused_gelu: bool = True  # one kernel computes GPT-2's activation
     attention_mask: bool = False  # attention by SDPA with a mask, as for isolated documents
     compiled: bool = False  # with torch.compile
+    bf16_blocks: bool = False  # the blocks compute in bf16 where autocast would choose the dtypes
 
 
 @dataclass(frozen=True)
@@ -311,6 +312,12 @@ class Workload:
         return 4 if self.reduce_dtype == "fp32" else 2
 
     @property
+    def in_blocks(self) -> "Workload":
+        """The same workload for operations in the blocks: with --bf16_blocks without autocast."""
+        own = self.kernels.bf16_blocks and self.dtypes.autocast
+        return replace(self, dtypes=replace(self.dtypes, autocast=False)) if own else self
+
+    @property
     def casts_weights(self) -> bool:
         """Whether autocast makes 16-bit copies of fp32 weights; frozen ones are 16-bit."""
         return self.dtypes.autocast and self.lora is None
@@ -324,6 +331,15 @@ class Workload:
     def layer_norm(self) -> int:
         """Bytes per element of LayerNorm's input: on CUDA, autocast makes it fp32."""
         return 4 if self.dtypes.autocast and self.device.type == "cuda" else self.stream
+
+    @property
+    def head_input(self) -> int:
+        """Bytes per element of the last norm's output, which autocast computes.
+
+        LayerNorm has the dtype of its input on a CPU, and RMSNorm that of its fp32 weight.
+        """
+        is_layer_norm = self.model.family != "llama" and self.device.type == "cpu"
+        return self.in_blocks.stream if is_layer_norm else self.stream
 
     def saves(self, layer: str) -> bool:
         """Return whether autograd saves a linear layer's input, for its weights' gradient.

@@ -34,6 +34,8 @@ COVERING = [
     slow("zero2", 2, "bf16", "--compile"),
     slow("fsdp", 2, "bf16", "--lora_r 8"),
     slow("dp", 2, "bf16", LLAMA),
+    slow("dp", 2, "bf16", "--bf16_blocks"),
+    slow("dp", 2, "bf16", f"{LLAMA} --bf16_blocks"),
     soak("fsdp", 2, "bf16", LLAMA),
     slow("zero3", 2, "fp32", f"{LLAMA} --isolate_documents --seq_length 128"),
     # Stage 3 replaces linear layers by its own, which keep their inputs although frozen.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.strategies.strategy import Strategy
+from distributed_training.strategies.strategy import Flags, Resolved, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,10 @@ class DDP(Strategy):
 
     engine = "ddp"
     supports_cuda_graph = True
+
+    def resolve(self, flags: Flags) -> Resolved:
+        """See the base class."""
+        return replace(super().resolve(flags), used=frozenset(["bf16_blocks"]))
 
     def memory_terms(self, work: Workload) -> tuple[list[Term], int]:
         """See the base class."""
@@ -46,6 +50,12 @@ class DDP(Strategy):
         from distributed_training.strategies.ddp.micro_batch_graph import MicroBatchGraphs
 
         return MicroBatchGraphs.on_gpu(compute, model)
+
+    def compute_blocks_in_bf16(self, model: nn.Module) -> None:
+        """Let the transformer blocks compute in bf16, for --bf16_blocks."""
+        from distributed_training.strategies.ddp.bf16_blocks import compute_in_bf16
+
+        compute_in_bf16(model)
 
     def states_of(self, model: nn.Module, optimizer: object, device: torch.device) -> ShardedState:
         """See the base class."""
