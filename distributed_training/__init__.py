@@ -30,6 +30,7 @@ optimizers   one file for each optimizer of --optim
 known_models the embedded model and GPT-2, whose shape is known without a file
 loss_chunks  how the loss is computed, in chunks of the logits
 hardware     what devices can do: generations of GPUs, attention kernels, bf16
+pending_copy a tensor's copy in host memory, for which nothing waits until it is read
 model_parts  a model's transformer blocks, and the part of a tensor on this rank
 patches      patches of torch, transformers and bitsandbytes
 console      lines and progress bars

@@ -26,8 +26,8 @@ from distributed_training.errors import TrainingError
 from distributed_training.files.json_types import JsonObject
 from distributed_training.model.spec import ModelSpec
 from distributed_training.model.trained_model import TrainedModel
+from distributed_training.pending_copy import PendingCopy
 from distributed_training.ranks.context import DistContext
-from distributed_training.ranks.stop import DelayedFlag
 from distributed_training.settings.output import OutputSettings
 from distributed_training.settings.settings import Settings
 from distributed_training.strategies.objects import TrainingObjects
@@ -54,7 +54,7 @@ class CheckpointManager:
     _saved_at: int = -1
     _best_at: Path | None = None  # the best checkpoint of a run that continues from another folder
     _loaded_from: Path | None = None  # the checkpoint whose weights were loaded last
-    _stop: DelayedFlag = field(default_factory=DelayedFlag)
+    _stop: PendingCopy | None = None  # the stop flag of the step before
     _saver: Saver | None = None  # from the first save on
 
     @classmethod
@@ -201,7 +201,9 @@ class CheckpointManager:
 
     def stop_requested(self, stop: torch.Tensor) -> bool:
         """Whether to save and stop; `stop` is a scalar, above 0 if a rank received a signal."""
-        return self.may_save and self._stop.read(stop)
+        previous, self._stop = self._stop, PendingCopy(stop)
+        flag = previous if stop.is_cuda else self._stop  # the host does not wait for this step
+        return self.may_save and flag is not None and flag.read().item() > 0
 
     def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far."""

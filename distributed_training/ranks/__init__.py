@@ -7,7 +7,7 @@ process_group  its stores, the software of its ranks, and the settings of torch
 meeting        all ranks meet before there is a process group
 compiler       torch.compile: what it needs of the machine, and its settings
 context        `DistContext`: rank, device, collectives of objects, preparation once per node
-stop           stop signals: their handler, and the agreement of the ranks
+stop           stop signals: their handler
 all_ranks      from the meeting of the ranks to the exit of this process
 failures       the first failure is reported, and every rank exits or restarts
 first_failure  the entry of the first failure, on which all ranks agree

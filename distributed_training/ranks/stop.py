@@ -1,4 +1,4 @@
-"""Stop signals: their handler, and how the ranks agree on a stop between two steps."""
+"""Stop signals: their handler, which lets the run save before it ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import signal
 import threading
 import time
 from typing import NoReturn
-
-import torch
 
 from distributed_training import process
 from distributed_training.errors import StoppedBySignal
@@ -81,25 +79,3 @@ class StopSignal:
 
     def _end(self) -> NoReturn:
         raise StoppedBySignal(self.name, self._loses_steps)
-
-
-class DelayedFlag:
-    """Reader of a flag on the device, such as the number of ranks that received a stop signal.
-
-    The host waits for the flag of the previous step, not for that of this one.
-    """
-
-    def __init__(self) -> None:
-        self._previous: tuple[torch.Tensor, torch.cuda.Event] | None = None
-
-    def read(self, flag: torch.Tensor) -> bool:
-        """Return whether a scalar tensor is above 0; on a GPU, the tensor of the previous call."""
-        if not flag.is_cuda:
-            return flag.item() > 0
-        previous, copied = self._previous, torch.cuda.Event()
-        self._previous = torch.empty((), pin_memory=True).copy_(flag, non_blocking=True), copied
-        copied.record()
-        if previous is None:
-            return False
-        previous[1].synchronize()
-        return previous[0].item() > 0

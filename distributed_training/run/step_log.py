@@ -19,6 +19,7 @@ from distributed_training.data.opening import NOTHING_TO_EVALUATE
 from distributed_training.errors import explain, redact_value
 from distributed_training.files.atomic import write_text
 from distributed_training.files.json_types import JsonObject
+from distributed_training.pending_copy import PendingCopy
 from distributed_training.ranks.context import DistContext
 from distributed_training.records.metrics_file import MetricsFile
 from distributed_training.run.step_meter import StepMeter
@@ -55,6 +56,14 @@ class Epoch:
         return self.batch - 1
 
 
+class SentSteps(NamedTuple):
+    """Steps whose numbers are being copied to the host."""
+
+    steps: list[Numbers]
+    copy: PendingCopy  # of all their tensors
+    batch: str | None  # of the last step, as its line shows it; None: it has no line
+
+
 class LogOptions(NamedTuple):
     """What a run logs."""
 
@@ -67,11 +76,12 @@ class LogOptions(NamedTuple):
 class StepLog:
     """The log of the steps and evaluations of a run. All ranks call the methods.
 
-    The numbers of a step stay on the device until a line is logged.
+    The numbers of a step stay on the device until a line is due. A GPU's numbers are then copied to
+    the host, which logs them when it has launched the next step, so that the GPU is never idle.
     """
 
     ctx: DistContext
-    state: TrainState  # gets the numbers that `flush` copies from the device
+    state: TrainState  # gets the numbers that were copied from the device
     meter: StepMeter  # measures the steps
     file: MetricsFile
     trackers: Trackers | None  # of --report_to, on rank 0
@@ -81,8 +91,9 @@ class StepLog:
     options: LogOptions
     work: list[tuple[int, int]] = field(default_factory=list)  # sequences and tokens of each step
     _pending: list[Numbers] = field(default_factory=list)  # steps whose numbers are on the device
+    _sent: SentSteps | None = None  # the steps before
     _losses: list[float] = field(default_factory=list)  # of the epoch's steps in this process
-    _rate: float | None = None  # tokens per second of the last step that was flushed
+    _rate: float | None = None  # tokens per second of the last step that was logged
     _epoch: Epoch | None = None  # None before the first step
 
     def cut(self) -> None:
@@ -125,6 +136,7 @@ class StepLog:
         """
         epoch, state = self._epoch, self.state
         assert epoch is not None  # `start_epoch` comes first
+        self._receive()  # the kernels of this step are launched, so the GPU does not become idle
         self.meter.end_step()
         if self.trace:
             self.trace.step()
@@ -135,15 +147,19 @@ class StepLog:
         self._pending.append({**numbers, "tokens": tokens, "samples": state.step_samples})
         is_logged = batch % self.options.steps == 0 or epoch.is_complete
         # On a CPU no kernel runs asynchronously, so reading every loss costs nothing.
-        if is_logged or self.ctx.device.type == "cpu":
-            self.flush()
-        if is_logged or self.ctx.simulated:
-            self._print_step(epoch, batch, lr)
+        reads_now = epoch.is_complete or self.ctx.device.type == "cpu"
+        if is_logged or reads_now:
+            self._send(f"Batch {batch}/{epoch.batches}" if is_logged else None)
+        if reads_now:
+            self._receive()
+        if self.ctx.simulated:
+            console.print0(f"Step {state.step}/{state.total_steps} of the memory simulation")
         if state.last_loss is not None and self._rate:
             text = f"loss {state.last_loss:.3f}, lr {lr:.1e}, {self._rate:,.0f} tok/s"
             epoch.bar.set_postfix_str(text, refresh=False)  # appears with the next refresh
         epoch.bar.update()
         if epoch.is_complete:
+            self._print_mean(epoch)
             epoch.bar.close()
         self.meter.mark("data")  # logging is part of training: it delays the next step's data
 
@@ -163,19 +179,6 @@ class StepLog:
             epoch.bar.close()
         self.meter.pause()
 
-    def _print_step(self, epoch: Epoch, batch: int, lr: float) -> None:
-        """Print one step, after the last step of an epoch also the epoch's mean loss."""
-        state, print0 = self.state, console.print0
-        if self.ctx.simulated:
-            print0(f"Step {state.step}/{state.total_steps} of the memory simulation")
-            return
-        print0(
-            f"Epoch {epoch.number} | Batch {batch}/{epoch.batches} | "
-            f"Loss: {state.last_loss:.4f} | LR: {lr:.2e}"
-        )
-        if epoch.is_complete:
-            self._print_mean(epoch)
-
     def _print_mean(self, epoch: Epoch) -> None:
         """Print the mean loss of an epoch that is complete."""
         state, losses = self.state, self._losses
@@ -187,11 +190,28 @@ class StepLog:
             console.print0(f"Epoch {epoch.number}/{epochs}, Average Loss: {mean:.4f}")
 
     def flush(self) -> None:
-        """Copy the numbers of the steps so far to the host, and log them; waits for the GPU."""
-        state = self.state
-        pending, self._pending = self._pending, []
-        seconds_of_steps = self.meter.read()
-        for record, seconds in zip(copied_to_host(pending), seconds_of_steps, strict=True):
+        """Log the steps so far, with the numbers that are on the device; waits for the GPU."""
+        self._receive()
+        if self._pending:
+            self._send()
+            self._receive()
+
+    def _send(self, batch: str | None = None) -> None:
+        """Copy the numbers of the pending steps to the host, together; do not wait for them."""
+        steps, self._pending = self._pending, []
+        tensors = [v for step in steps for v in step.values() if isinstance(v, torch.Tensor)]
+        place = {"device": tensors[0].device, "dtype": torch.float64, "non_blocking": True}
+        parts = [tensor.detach().to(**place).reshape(()) for tensor in tensors]
+        self._sent = SentSteps(steps, PendingCopy(torch.stack(parts)), batch)
+
+    def _receive(self) -> None:
+        """Log the steps that were sent, if any; on a GPU this waits until they have ended."""
+        if self._sent is None:
+            return
+        state, (steps, copy, batch), self._sent = self.state, self._sent, None
+        numbers = iter(copy.read().tolist())
+        for step, seconds in zip(steps, self.meter.read(len(steps)), strict=True):
+            record: dict = {k: next(numbers) if torch.is_tensor(v) else v for k, v in step.items()}
             state.add_seconds(seconds)
             if self.ctx.simulated:  # its losses mean nothing
                 continue
@@ -206,6 +226,9 @@ class StepLog:
             state.add_step(loss, tokens)
             self._rate = tokens / seconds if seconds else None
             self._log({**record, "tokens_per_second": self._rate, "seconds": seconds})
+            if batch and step is steps[-1]:
+                place = f"Epoch {step['epoch']} | {batch}"
+                console.print0(f"{place} | Loss: {loss:.4f} | LR: {step['lr']:.2e}")
 
     def _log(self, record: dict) -> None:
         if self.trackers:
@@ -224,6 +247,7 @@ class StepLog:
 
     def say_nothing_to_evaluate(self) -> None:
         """Print that an evaluation was due, and there are no validation sequences."""
+        self.flush()
         console.warn(f"{NOTHING_TO_EVALUATE}.")
 
     def log_evaluation(self, loss: float) -> None:
@@ -274,23 +298,6 @@ class StepLog:
         if self.draw_losses:
             with errors_as_notices():
                 self.draw_losses(self.file.path)
-
-
-def copied_to_host(records: list[Numbers]) -> list[dict]:
-    """Return the records with floats instead of scalar tensors, which are copied together.
-
-    Reading one tensor after the other would wait for the GPU each time.
-    """
-    tensors = [v for record in records for v in record.values() if isinstance(v, torch.Tensor)]
-    if not tensors:
-        return records
-    device = tensors[0].device
-    parts = [tensor.detach().to(device, torch.float64).reshape(()) for tensor in tensors]
-    copies = iter(torch.stack(parts).tolist())
-    return [
-        {key: next(copies) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
-        for record in records
-    ]
 
 
 @contextlib.contextmanager

@@ -82,9 +82,12 @@ class StepMeter:
     def __post_init__(self) -> None:
         self.step = self.first_step  # steps that have ended
         self._cuda = self.memory.device.type == "cuda"
-        self._marks: list[tuple[str | None, Any]] = []  # phase, and a CUDA event or seconds
-        self._now = dict.fromkeys(PHASES, 0.0)  # seconds of the step that has not ended
-        self._last: Any = None  # the last mark that was read
+        # The phase that ends, and a CUDA event or seconds: of the step that has not ended, and of
+        # each step that has ended and was not read.
+        self._marks: list[tuple[str | None, Any]] = []
+        self._ended: list[list[tuple[str | None, Any]]] = []
+        # The last mark that was read, and the age of the process then: now, while a GPU is idle.
+        self._last, self._age = self._moment(), process.age()
 
     @property
     def _measures_memory(self) -> bool:
@@ -123,7 +126,8 @@ class StepMeter:
 
     def end_step(self) -> None:
         """End the step; the next one starts at the last mark."""
-        self._marks.append(("end", None))
+        self._ended.append(self._marks)
+        self._marks = []
         self.traffic.end_step()
         if self._measures_memory:
             self.step_memory.end()
@@ -132,35 +136,36 @@ class StepMeter:
         self.step += 1
 
     def _mark_time(self, phase: str | None) -> None:
-        moment: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
-        if self._cuda:
-            moment.record()
-        self._marks.append((phase, moment))
+        self._marks.append((phase, self._moment()))
 
-    def read(self) -> list[float]:
-        """Append the steps that have ended to `steps`; on a GPU this waits for their kernels.
+    def _moment(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, count: int) -> list[float]:
+        """Append the next `count` steps that have ended to `steps`; on a GPU, wait for their end.
 
         Returns:
             The seconds of each of these steps.
         """
-        if self._cuda and self._marks:
-            torch.cuda.synchronize()
-        known = len(self.steps)
-        for phase, moment in self._marks:
-            if phase == "end":
-                self.steps.append(self._now)
-                self._now = dict.fromkeys(PHASES, 0.0)
-                continue
-            if phase is not None and self._last is not None:
-                last = self._last
-                seconds = last.elapsed_time(moment) / 1000 if self._cuda else moment - last
-                self._now[phase] += seconds
-            self._last = moment
-        self._marks.clear()
-        if self.seconds_to_first_step is None and self.steps:
-            since = sum(sum(step.values()) for step in self.steps[1:])
-            self.seconds_to_first_step = process.age() - since
-        return [sum(step.values()) for step in self.steps[known:]]
+        read, self._ended = self._ended[:count], self._ended[count:]
+        if self._cuda:
+            read[-1][-1][1].synchronize()  # the last mark; the GPU may compute a later step
+        for marks in read:
+            seconds = dict.fromkeys(PHASES, 0.0)
+            for phase, moment in marks:
+                last, self._last = self._last, moment
+                passed = last.elapsed_time(moment) / 1000 if self._cuda else moment - last
+                self._age += passed
+                if phase is not None:
+                    seconds[phase] += passed
+            self.steps.append(seconds)
+            if self.seconds_to_first_step is None:
+                self.seconds_to_first_step = self._age
+        return [sum(step.values()) for step in self.steps[-count:]]
 
     @property
     def warmup_steps(self) -> int:

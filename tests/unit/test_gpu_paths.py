@@ -53,11 +53,14 @@ def test_phases_of_a_step_are_timed_by_the_gpu_without_waiting_for_it(monkeypatc
         def record(self):
             self.at = clock.milliseconds
 
+        def synchronize(self):
+            waits.append(self.at)
+
         def elapsed_time(self, end):
             return end.at - self.at
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("the whole GPU"))
     timer = StepMeter(MagicMock(device=GPU), MagicMock(), MagicMock(), 0, measured_step=9)
     timer.pause()
     for step in range(1, 4):
@@ -66,8 +69,9 @@ def test_phases_of_a_step_are_timed_by_the_gpu_without_waiting_for_it(monkeypatc
             timer.mark(phase)
         timer.end_step()
     assert waits == []
-    timer.read()
-    assert waits == [1]
+    assert timer.read(2) == [10, 20]
+    assert waits == [30_000]  # milliseconds: the end of the second step
+    timer.read(1)
     seconds = [list(step.values()) for step in timer.steps]
     assert seconds == [[n, 2 * n, 3 * n, 4 * n] for n in (1, 2, 3)]
 

@@ -150,6 +150,7 @@ def test_numbers_of_the_steps_are_read_together(tmp_path, clock):
             log.state.advance()
             norm = norms[step % len(norms)]
             log.log_step(torch.tensor(0.1 * step), 0.1, norm, torch.tensor(16.0))
+        log.flush()
     assert reads.number == 0
     records, _ = read_metrics(log.file.path)
     assert [record["loss"] for record in records] == [
