@@ -18,7 +18,7 @@ from distributed_training.strategies.strategy import Strategy
 from distributed_training.strategies.table import STRATEGIES
 from distributed_training.units import GB, KB, MB
 from distributed_training.workload import activations
-from distributed_training.workload.activations import BACKWARD, LOSS, SAVING, STEP, Term
+from distributed_training.workload.activations import BACKWARD, LOSS, SAVING, STEP, UPDATE, Term
 from distributed_training.workload.workload import Dtypes, Workload
 
 # Allowances for the CUDA context, cuBLAS and NCCL, and for fragmentation. docs/PLAN.md compares
@@ -92,6 +92,8 @@ def predict(work: Workload, strategy: str) -> MemoryEstimate:
     dequantized = Term("weight converted from 4 bits", work.dequantized, (BACKWARD,))
     temporary = [*activations.loss_terms(work), *activations.dora_terms(work), dequantized]
     terms = [*states, *saved, *temporary, libraries, _copy_for_saves(work, row)]
+    if work.has_graphs:
+        terms.append(_pool_of_graphs(terms))
     on_device = {term.name: term.size for term in states if set(term.phases) & set(STEP)}
     return MemoryEstimate(
         strategy=strategy,
@@ -125,6 +127,7 @@ def supporting(work: Workload) -> list[str]:
         for name, strategy in STRATEGIES.items()
         if not strategy.why_not(optimizer)
         and (strategy.supports_4bit or not work.in_4bit)
+        and (strategy.supports_cuda_graph or not work.has_graphs)
         and not (work.lora and work.lora.magnitudes and not strategy.supports_dora(work.in_4bit))
     ]
 
@@ -135,12 +138,26 @@ def _copy_for_saves(work: Workload, row: Strategy) -> Term:
     return Term("copy for saves", 0 if row.updates_on == "nvme" else size, SAVING)
 
 
+def _pool_of_graphs(terms: list[Term]) -> Term:
+    """Return the memory that CUDA graphs do not leave to the update; not measured.
+
+    A replay uses the addresses of the capture, so the allocator reserves the largest size that the
+    captures needed in a pool of their own ("Note [Interaction with CUDA graph capture]" in
+    PyTorch's CUDACachingAllocator.cpp). All graphs share it (micro_batch_graph.py). Assumed: no
+    fragmentation, and no other length that is still computed eagerly, next to the pool.
+    """
+    captured = [term for term in terms if UPDATE not in term.phases]
+    size = max(sum_of(captured, phase) for phase in STEP)
+    return Term("memory pool of the CUDA graphs", size, (UPDATE,))
+
+
 def _cublas(work: Workload) -> int:
     """Return the bytes of cuBLAS's workspaces, which PyTorch's allocator holds.
 
     One for each handle and stream: of the main thread, and of autograd's thread
-    (ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
+    (ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize). Captures have their own stream.
     """
     if work.device.type != "cuda":
         return 0
-    return 2 * (32 * MB if work.device.capability >= HOPPER else 8 * MB + 128 * KB)
+    workspaces = 4 if work.has_graphs else 2
+    return workspaces * (32 * MB if work.device.capability >= HOPPER else 8 * MB + 128 * KB)

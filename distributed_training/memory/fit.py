@@ -140,10 +140,12 @@ def recommend(work: Workload, devices: Devices) -> tuple[MemoryEstimate | None, 
         accumulation makes up for smaller micro-batches.
     """
     checkpointing = replace(work, gradient_checkpointing=True)
+    # --cuda_graph excludes --gradient_checkpointing.
+    is_fixed = work.gradient_checkpointing or work.has_graphs
     all_supported = supporting(work)
     for strategies in (ON_DEVICE, OFFLOADING):
         supported = [strategy for strategy in strategies if strategy in all_supported]
-        for changed in (work,) if work.gradient_checkpointing else (work, checkpointing):
+        for changed in (work,) if is_fixed else (work, checkpointing):
             for strategy in supported:
                 if devices.fits(changed, strategy):
                     return devices.estimate(changed, strategy), changed
@@ -241,10 +243,11 @@ def workload_of(
             model, chosen.lora_r, chosen.lora_targets, chosen.load_in_4bit, chosen.lora_dora
         ),
         kernels=Kernels(
-            chosen.fused_gelu,
-            settings.data.isolates_documents,
-            chosen.compile,
-            training.bf16_blocks,
+            fused_gelu=chosen.fused_gelu,
+            attention_mask=settings.data.isolates_documents,
+            compiled=chosen.compile,
+            recorded=training.cuda_graph,
+            bf16_blocks=training.bf16_blocks,
         ),
         optimizer=training.optim,
         reduce_dtype=settings.strategy.reduce_dtype,
@@ -266,7 +269,8 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
         accumulation = f"--gradient_accumulation_steps {split.accumulation}"
         needs[f"--batch_size {split.batch_size} {accumulation}"] = predict(split, strategy)
     checkpointing = replace(work, gradient_checkpointing=True)
-    needs["--gradient_checkpointing"] = predict(checkpointing, strategy)
+    if not work.has_graphs:  # they exclude it
+        needs["--gradient_checkpointing"] = predict(checkpointing, strategy)
     half = replace(work, seq_length=work.seq_length // 2)
     needs[f"--seq_length {half.seq_length}"] = predict(half, strategy)
     return {flags: need for flags, need in needs.items() if holds(need)}

@@ -222,6 +222,7 @@ class TrainingSettings:
         "measured yet)",
         excludes="compile gradient_checkpointing load_in_4bit simulate_gpus eval_only",
         effect=ROUNDING,
+        planned=True,
     )
     bf16_blocks: bool = switch(
         False,

@@ -108,6 +108,7 @@ class Kernels:
     attention_mask: bool = False  # attention by SDPA with a mask, as for isolated documents
     compiled: bool = False  # with torch.compile
     bf16_blocks: bool = False  # the blocks compute in bf16 where autocast would choose the dtypes
+    recorded: bool = False  # --cuda_graph: CUDA graphs of micro-batches, on one GPU
 
 
 @dataclass(frozen=True)
@@ -283,6 +284,11 @@ class Workload:
         """Whether all logits are computed at once, in the graph of the compiled output layer."""
         vocabulary = self.model.embedding.vocabulary
         return self.kernels.compiled and fits_in_graph(self.tokens, vocabulary, self.device.type)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether CUDA graphs compute the micro-batches; a run with several ranks refuses them."""
+        return self.kernels.recorded and self.world_size == 1 and not self.on_cpu
 
     @property
     def stored_keys(self) -> int:

@@ -18,6 +18,7 @@ from distributed_training.memory.fit import (
     fitting_split,
     recommend,
     remedies,
+    workload_of,
 )
 from distributed_training.memory.measure import over_ranks
 from distributed_training.units import GB, KB, MB
@@ -134,6 +135,50 @@ def test_compiled_peak_is_that_of_an_h200(batch_size, measured):
     """Measured with tools/benchmarks/gpu_check.sh, see tools/benchmarks/RESULTS.md."""
     work = Workload(find_architecture("gpt2"), 1, batch_size, 1024, kernels=Kernels(compiled=True))
     assert predict(work, "dp").peak == pytest.approx(measured, rel=0.04)
+
+
+def test_cuda_graphs_leave_less_memory_to_the_update():
+    """The gradients stay, and the pool of the graphs keeps the most that a micro-batch needs."""
+    for batch_size, accumulation in ((1, 1), (4, 1), (4, 2)):
+        options = {"optimizer": "adafactor", "accumulation": accumulation}
+        plain = Workload(GPT2, 1, batch_size, 1024, **options)
+        eager, need = (predict(work, "dp") for work in (plain, recorded(plain)))
+        (workspaces,) = (term.size for term in eager.terms if term.name == "cuBLAS workspaces")
+        states = eager.parameters + eager.optimizer + eager.gradients
+        temporaries = eager.at("update") - states - workspaces
+        assert temporaries > 100 * MB
+        phases = [need.at(phase) for phase in ("loss", "backward", "end of backward")]
+        # The kernels of a capture have workspaces of their own.
+        accumulated = predict(replace(plain, accumulation=2), "dp")
+        assert phases[0] == accumulated.at("loss") + workspaces
+        assert need.at("update") == need.peak == max(phases) + temporaries
+    less = predict(recorded(replace(plain, batch_size=1)), "dp")
+    assert need.peak - less.peak > 3 * 1024 * 12 * 32 * 768  # the activations of three sequences
+
+
+def recorded(work: Workload) -> Workload:
+    return replace(work, kernels=replace(work.kernels, recorded=True))
+
+
+def test_cuda_graphs_are_planned_for_the_runs_that_have_them():
+    """dp on one GPU; a run with the flag has no gradient checkpointing."""
+    flags = ["--cuda_graph", "--model", "gpt2", "--batch_size", "8"]
+    settings, device = parse_arguments(flags).replace(to_choose=()), Device()
+    work = workload_of(settings, GPT2, 1, "bf16", 1024, device)
+    assert work == recorded(Workload(GPT2, 1, 8, 1024)) and work.has_graphs
+    assert supporting(work) == ["dp"]
+    for other in (Workload(GPT2, 2), Workload(GPT2, 1, device=Device("cpu"))):
+        assert supporting(recorded(other)) == supporting(other)
+        assert predict(recorded(other), "dp") == predict(other, "dp")
+    small, plain = Limits(6 * GB), replace(work, kernels=Kernels())
+    assert "--gradient_checkpointing" in remedies(plain, "dp", small)
+    found = remedies(work, "dp", small)
+    assert found and "--gradient_checkpointing" not in found
+    need, changed = recommend(work, small)
+    assert need.strategy == "dp" and changed == replace(work, batch_size=4, accumulation=2)
+    one = replace(work, batch_size=1)  # fits with gradient checkpointing only
+    less = predict(replace(one, gradient_checkpointing=True), "dp").total
+    assert recommend(one, Limits(less)) == (None, one)
 
 
 def test_states_of_the_optimizers():

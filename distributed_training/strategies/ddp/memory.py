@@ -8,8 +8,10 @@ def terms_of_ddp(work: Workload) -> tuple[list[Term], int]:
     """Estimate DDP: all states whole, in fp32, and frozen weights in the dtype of computations."""
     trained, largest = sum(work.trained), max(work.trained)
     several = work.world_size > 1
-    # DDP's buckets, or gradients that accumulate, persist between steps.
-    persistent = several or work.accumulation > 1
+    # DDP's buckets, gradients that accumulate, and those that CUDA graphs write persist between
+    # steps. (The graph of the first micro-batch creates them, perhaps where activations were. The
+    # plan assumes more graphs: of later micro-batches, or of other lengths, which add to them.)
+    persistent = several or work.accumulation > 1 or work.has_graphs
     # Each use of a tied embedding has its own gradient, and their sum is a third tensor. Without
     # buckets the sum becomes the gradient.
     uses = 2 + persistent if work.model.embedding.tied and not work.lora else 1
