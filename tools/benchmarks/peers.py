@@ -74,7 +74,7 @@ class Setting:
     seq_length: int = 256
     ranks: int = 1  # more than one process are started by torchrun
     compile: bool = False
-    logging_steps: int = 1  # steps between two lines; on a GPU each line waits for the device
+    logging_steps: int = 1  # steps between two lines; on a GPU the host waits for each line
     model: str = "gpt2"  # or "tiny-gpt2", for tests
     gpu: bool = False  # run on the first GPU; otherwise GPUs are hidden
 
@@ -137,7 +137,9 @@ class Run:
     setting: Setting
     program: str
     round: int  # from 1
-    stamps: list[tuple[int, float]]  # (step, seconds since the start of the process) of each line
+    # (step, seconds since the start of the process) of each line. On a GPU this project prints all
+    # lines but the last while the next step runs, so the first one comes up to a step later.
+    stamps: list[tuple[int, float]]
     losses: list[float]  # of the same steps
     memory: int = 0  # peak in bytes: of the GPU if it used one, else resident, of all ranks
     # MFU for one token per second, as this project computes it; None for other programs.
