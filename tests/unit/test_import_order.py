@@ -31,7 +31,8 @@ ORDER = [
     ["files", "optimizers", "process", "train_state"],
     [
         *("console", "entry_points", "errors", "hardware", "hooks", "known_models"),
-        *("loss_chunks", "model_parts", "patches", "rank_shares", "text_tables", "units"),
+        *("loss_chunks", "model_parts", "patches", "pending_copy", "rank_shares", "text_tables"),
+        "units",
     ],
     ["about"],
 ]
