@@ -127,8 +127,8 @@ def setup_distributed(settings: Settings, launch: Launch, monitor: FailureMonito
     )
     nodes = process_group.compare_software(launch, simulated)
     # TF32, and --precision: auto is bf16 where the device computes it.
-    training, compiles = settings.training, settings.model.compile
-    precision = process_group.configure_torch(device, strategy, training, compiles)
+    training, model = settings.training, settings.model
+    precision = process_group.configure_torch(device, strategy, training, model)
     return DistContext(launch, device, backend, monitor, store, nodes, precision)
 
 

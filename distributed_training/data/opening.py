@@ -46,9 +46,9 @@ class Datasets(NamedTuple):
         """
         data, training = settings.data, settings.training
         # Micro-batches are padded to few lengths; to one if --compile needs a graph for each layer.
-        compiles = settings.model.compile
-        one_length = ctx.simulated or (compiles and settings.strategy.gathers_single_layers)
-        padding = Padding.of(length, one_length, ctx.device.type, compiles)
+        model = settings.model
+        one_length = ctx.simulated or (model.compile and settings.strategy.gathers_single_layers)
+        padding = Padding.of(length, one_length, ctx.device.type, bool(model.compiler_flag))
         datasets = open_datasets(data, training, ctx, tokenizer, padding)
         check_validation(datasets.validation, training)
         return datasets.evaluate_on(training.eval_samples or data.num_samples)

@@ -27,7 +27,7 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 # Stored token ids of a part of a sequence, and the id of the token that ends a document in it, if
 # its documents are isolated from each other.
 Part = tuple[np.ndarray, int | None]
-COMPILED_LENGTHS = 4  # of micro-batches with --compile
+COMPILED_LENGTHS = 4  # of micro-batches with --compile or --compile_loss
 
 
 class Padding(NamedTuple):
@@ -47,7 +47,7 @@ class Padding(NamedTuple):
             whole: every micro-batch has this length: --simulate_gpus must show the largest use of
                 memory.
             device_type: "cpu" or "cuda".
-            compiles: there are at most COMPILED_LENGTHS, because each is compiled: --compile.
+            compiles: there are at most COMPILED_LENGTHS, because each is compiled.
         """
         multiple = 64 if compiles or device_type == "cuda" else 8
         if compiles:  # a fourth of the length, rounded up

@@ -246,6 +246,7 @@ def workload_of(
             fused_gelu=chosen.fused_gelu,
             attention_mask=settings.data.isolates_documents,
             compiled=chosen.compile,
+            compiled_loss=chosen.compile_loss,
             recorded=training.cuda_graph,
             bf16_blocks=training.bf16_blocks,
         ),

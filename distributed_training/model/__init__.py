@@ -9,7 +9,7 @@ tokenizer_file  whether it tokenizes as its tokenizer.json says
 library_warnings  warnings of transformers and peft that a quiet run prints as well
 weights   read from a folder, drawn from the seed, saved for the other ranks; quantized: refused
 prepare   a loaded model for training: its forward pass, its device
-loss      the next-token loss, computed in chunks of the logits by the output layer
+loss      the next-token loss, in chunks of the logits; compiled_loss: by compiled kernels
 unused    weights that text does not use, such as those of a vision part
 isolation attention within a document, where a sequence has several
 attention --attn_implementation: the attention function of transformers

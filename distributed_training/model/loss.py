@@ -2,11 +2,11 @@
 
 The logits of a batch and what cross_entropy derives from them are the largest tensors of a step:
 2.3 GB for GPT-2 and 4,096 tokens. A model that `add_loss` has changed returns the loss if it gets
-targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time. If
-it is compiled, it computes all logits at once if they fit: the compiler fuses what follows.
+targets: its output layer computes logits, loss and gradient of a few hundred tokens at a time.
+compiled_loss.py has the output layer of --compile and --compile_loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from distributed_training import patches
-from distributed_training.loss_chunks import IGNORED, fits_in_graph, number_of_chunks
+from distributed_training.loss_chunks import number_of_chunks
 from distributed_training.model.weights import NOT_WITH_FAKE_TENSORS, from_config
 from distributed_training.strategies.wrapped import unwrapped
 
@@ -35,6 +35,13 @@ class Targets(NamedTuple):
     tokens: torch.Tensor  # [tokens], the next token of each; negative: not counted
     divisor: torch.Tensor  # a scalar
     factor: torch.Tensor | None = None  # a scalar; the gradients are computed of loss × factor
+
+
+class Computation(NamedTuple):
+    """How a loss is computed."""
+
+    dtype: torch.dtype  # of the matrix products
+    cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of a chunk
 
 
 def computes_loss(model: nn.Module) -> bool:
@@ -67,9 +74,40 @@ class LossMixin(nn.Module):
         return head(hidden, targets, tokens, factor)
 
 
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    with_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum of the targets' log-probabilities, and the logits' gradient in `dtype`.
+
+    The gradient is the second result, [tokens, vocabulary], times the third, [tokens, 1]. Callers
+    apply the factor to the smaller operand or result of a product.
+    """
+    log_p = F.log_softmax(logits, -1, dtype=torch.float32)
+    valid = targets >= 0
+    target = targets.where(valid, 0).unsqueeze(1)
+    log_p_of_target = log_p.gather(1, target)
+    summed = log_p_of_target.squeeze(1).where(valid, 0).sum()
+    factor = (valid * scale).unsqueeze(1)
+    if not with_gradient:
+        return summed, logits, factor
+    # The derivative with respect to the logits is p - 1 for the target and p for all others.
+    # expm1 avoids cancellation where p is close to 1.
+    of_target = log_p_of_target.expm1()
+    if dtype == torch.float16:  # it cannot hold small probabilities before they are scaled
+        derivative = log_p.exp_().scatter_(1, target, of_target).mul_(factor)
+        return summed, derivative.to(dtype), torch.ones_like(factor)
+    out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+    return summed, torch.exp(log_p, out=out).scatter_(1, target, of_target.to(dtype)), factor
+
+
 class OutputLayer(nn.Linear):
     """Output layer that returns the loss if it gets targets, and logits otherwise."""
 
+    cross_entropy = staticmethod(cross_entropy)  # of a chunk
     kept_bytes: int = 0  # measured: bytes of the gradients that the last loss keeps until backward
     tokens: int = 0  # of the last micro-batch, with padding
 
@@ -83,28 +121,7 @@ class OutputLayer(nn.Linear):
         """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32."""
         if targets is None or tokens is None:
             return super().forward(hidden)
-        count, device = targets.numel(), targets.device.type
-        if torch.compiler.is_compiling() and fits_in_graph(count, self.out_features, device):
-            logits = self._all_logits(hidden).flatten(0, 1).float()
-            summed = F.cross_entropy(
-                logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            return summed / tokens
         return self._loss(hidden, Targets(targets.flatten(), tokens, factor))
-
-    def _all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the logits of a batch; in 16 bits with the columns of ALIGNMENT, cut off again.
-
-        In fp32 the padded copy would cost as much memory as the weight.
-        """
-        device, columns = hidden.device.type, self.out_features
-        in_16_bits = hidden.dtype.itemsize == 2 or torch.is_autocast_enabled(device)
-        padding = -columns % ALIGNMENT.get((device, 2), 1) if in_16_bits else 0
-        if not padding:
-            return super().forward(hidden)
-        weight = F.pad(self.weight, (0, 0, 0, padding))
-        bias = None if self.bias is None else F.pad(self.bias, (0, padding))
-        return F.linear(hidden, weight, bias).narrow(-1, 0, columns)
 
     @torch.compiler.disable  # the loop over chunks records no graph, so compiling it gains nothing
     def _loss(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
@@ -116,9 +133,10 @@ class OutputLayer(nn.Linear):
         inputs = (hidden.flatten(0, 1), self.weight, self.bias)
         # Profilers show the name "head"; benchmarks/gpu_tables.py sums the time of its kernels.
         with torch.autocast(device, enabled=False), torch.profiler.record_function("head"):
+            how = Computation(dtype, self.cross_entropy)
             if not torch.is_grad_enabled():
-                return _loss_and_gradients(inputs, targets, dtype, (False, False, False))[0]
-            loss = ChunkedLoss.apply(*inputs, targets, dtype)
+                return _loss_and_gradients(inputs, targets, how, (False, False, False))[0]
+            loss = ChunkedLoss.apply(*inputs, targets, how)
         if loss.requires_grad:
             saved = loss.grad_fn.saved_tensors
             self.kept_bytes = sum(tensor.nbytes for tensor in saved if tensor is not None)
@@ -182,14 +200,14 @@ class ChunkedLoss(torch.autograd.Function):
     computed with it (`Targets.factor`).
 
     Inputs: hidden [tokens, hidden size], weight [vocabulary, hidden size], bias [vocabulary] or
-    None, targets, dtype of the matrix products.
+    None, targets, Computation.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets: Targets, dtype) -> torch.Tensor:
+    def forward(ctx, hidden, weight, bias, targets: Targets, how: Computation) -> torch.Tensor:
         """Compute the loss and the gradients."""
         loss, gradients = _loss_and_gradients(
-            (hidden, weight, bias), targets, dtype, ctx.needs_input_grad[:3]
+            (hidden, weight, bias), targets, how, ctx.needs_input_grad[:3]
         )
         ctx.save_for_backward(*gradients, targets.factor)
         return loss
@@ -207,19 +225,19 @@ class ChunkedLoss(torch.autograd.Function):
 def _loss_and_gradients(
     inputs: Inputs,
     targets: Targets,
-    dtype: torch.dtype,
+    how: Computation,
     needed: Sequence[bool],
     alignment: int | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Return the loss of all chunks, and the gradients of `inputs`, times the targets' factor.
 
     Args:
-        inputs, targets, dtype: as in ChunkedLoss; sums over chunks are in fp32.
+        inputs, targets, how: as in ChunkedLoss; sums over chunks are in fp32.
         needed: whether each of the inputs needs a gradient.
         alignment: the columns of the logits are padded to a multiple of it, and in 16 bits the rows
             of a chunk; None: that of ALIGNMENT, or 1.
     """
-    device, vocabulary = inputs[0].device.type, len(inputs[1])
+    device, vocabulary, dtype = inputs[0].device.type, len(inputs[1]), how.dtype
     if alignment is None:
         alignment = ALIGNMENT.get((device, dtype.itemsize), 1)
     padding = -vocabulary % alignment  # columns that no target names
@@ -235,7 +253,7 @@ def _loss_and_gradients(
         logits = _logits(part, weight, bias, vocabulary + padding)
         if padding:
             logits.narrow(1, vocabulary, padding).fill_(-torch.inf)
-        log_p, grad_logits, factor = _cross_entropy(
+        log_p, grad_logits, factor = how.cross_entropy(
             logits, targets.tokens.narrow(0, start, count), scale, dtype, any(needed)
         )
         grad_logits = grad_logits.narrow(1, 0, len(weight))
@@ -278,7 +296,7 @@ class ChunkedGradients:
         Args:
             start: the chunk's first token.
             hidden, weight: the factors of its logits; the weight may have rows of padding.
-            grad_logits, factor: whose product is the gradient of the logits, see _cross_entropy.
+            grad_logits, factor: whose product is the gradient of the logits, see `cross_entropy`.
         """
         if self.hidden is not None:
             of_chunk = self.hidden.narrow(0, start, len(hidden))
@@ -299,36 +317,6 @@ class ChunkedGradients:
             None if g is None or x is None else g.to(x.dtype)
             for g, x in zip((self.hidden, self.weight, self.bias), inputs, strict=True)
         ]
-
-
-def _cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    with_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum of the targets' log-probabilities, and the logits' gradient in `dtype`.
-
-    The gradient is the second result, [tokens, vocabulary], times the third, [tokens, 1]. Callers
-    apply the factor to the smaller operand or result of a product.
-    """
-    log_p = F.log_softmax(logits, -1, dtype=torch.float32)
-    valid = targets >= 0
-    target = targets.where(valid, 0).unsqueeze(1)
-    log_p_of_target = log_p.gather(1, target)
-    summed = log_p_of_target.squeeze(1).where(valid, 0).sum()
-    factor = (valid * scale).unsqueeze(1)
-    if not with_gradient:
-        return summed, logits, factor
-    # The derivative with respect to the logits is p - 1 for the target and p for all others.
-    # expm1 avoids cancellation where p is close to 1.
-    of_target = log_p_of_target.expm1()
-    if dtype == torch.float16:  # it cannot hold small probabilities before they are scaled
-        derivative = log_p.exp_().scatter_(1, target, of_target).mul_(factor)
-        return summed, derivative.to(dtype), torch.ones_like(factor)
-    out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    return summed, torch.exp(log_p, out=out).scatter_(1, target, of_target.to(dtype)), factor
 
 
 def _logits(

@@ -108,6 +108,7 @@ class ModelSpec:
     unused: frozenset[str] = frozenset()  # names of parameters that text does not use
     # Original values of settings that the run has replaced; an exported model gets them back.
     own_settings: dict = field(default_factory=dict)
+    compiles_loss: bool = False  # --compile, --compile_loss
 
     def __post_init__(self) -> None:
         # The output layer computes the loss in chunks; see distributed_training/model/loss.py.
@@ -160,7 +161,10 @@ class ModelSpec:
             if model_settings.load_in_4bit:
                 strategy.check_4bit()
             source = WeightSource.of(found, model_settings, seed, dtype)
-            spec = cls(config, tokenizer, generation, source, length, lora, unused, own_settings)
+            compiles = bool(model_settings.compiler_flag)
+            spec = cls(
+                config, tokenizer, generation, source, length, lora, unused, own_settings, compiles
+            )
         strategy.check_model(spec.on_meta_device)
         spec._check_attention(model_settings, data, ctx)
         return spec
@@ -242,4 +246,8 @@ class ModelSpec:
             self.lora.attach(model)
         if self.chunked_loss and type(model.get_output_embeddings()) is nn.Linear:  # no adapters
             add_loss(model)
+            if self.compiles_loss:
+                from distributed_training.model import compiled_loss  # only with the flags
+
+                compiled_loss.compile_loss(model)
         return model

@@ -11,7 +11,7 @@ import torch
 from distributed_training.errors import MissingRequirement
 
 
-def check_compile(device: str) -> None:
+def check_compile(device: str, flag: str) -> None:
     """Check for what torch.compile needs: a compiler, Python's headers, and on a GPU triton.
 
     On a GPU triton compiles the launchers of its kernels in C (triton/runtime/build.py), on a CPU
@@ -19,6 +19,7 @@ def check_compile(device: str) -> None:
 
     Args:
         device: "cuda" or "cpu".
+        flag: of the user, which the message names: "--compile" or "--compile_loss".
     Raises:
         MissingRequirement: one of them is missing.
     """
@@ -39,14 +40,15 @@ def check_compile(device: str) -> None:
     elif not header.exists():
         problem = f"{header} is missing: apt install python3-dev, or use conda's or uv's Python"
     if problem:
-        raise MissingRequirement(f"--compile: {problem}; or leave it out.")
+        raise MissingRequirement(f"{flag}: {problem}; or leave it out.")
 
 
 def configure_compiler(device: torch.device, gathers_single_layers: bool) -> None:
     """Set what torch.compile does with the graphs of the blocks and of the output layer.
 
     Args:
-        gathers_single_layers: of the strategy, which has other hooks at each layer.
+        gathers_single_layers: of the strategy, which has other hooks at each layer; False if no
+            block is compiled.
     """
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor

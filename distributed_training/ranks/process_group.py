@@ -18,6 +18,7 @@ from distributed_training.ranks.failures import FailureMonitor
 from distributed_training.ranks.launch import START_SKEW_SECONDS, Launch
 from distributed_training.ranks.stop import StopSignal
 from distributed_training.ranks.tuning import choose_device, choose_precision
+from distributed_training.settings.model import ModelSettings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import Strategy
 
@@ -111,9 +112,9 @@ def compare_software(launch: Launch, simulated: bool) -> Nodes:
 
 
 def configure_torch(
-    device: torch.device, strategy: Strategy, training: TrainingSettings, compiles: bool
+    device: torch.device, strategy: Strategy, training: TrainingSettings, model: ModelSettings
 ) -> str:
-    """Choose the precision, set TF32, and what --deterministic and --compile ask for.
+    """Choose the precision, set TF32, and what --deterministic and the compiler need.
 
     Returns:
         The precision of the computation: "fp32", "bf16" or "fp16".
@@ -132,10 +133,10 @@ def configure_torch(
     # Not warn_only: the backward pass of attention on a GPU would not be deterministic then.
     torch.use_deterministic_algorithms(training.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it
-    if compiles:
+    if model.compiler_flag:
         from distributed_training.ranks.compiler import configure_compiler  # only with --compile
 
-        configure_compiler(device, strategy.gathers_single_layers)
+        configure_compiler(device, model.compile and strategy.gathers_single_layers)
     precision = choose_precision(training.precision, device)
     if training.bf16_blocks and precision != "bf16":
         raise UserError(f"--bf16_blocks needs bf16, and the run uses {precision}: leave it out.")

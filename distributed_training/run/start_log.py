@@ -19,6 +19,7 @@ from distributed_training.optimizers import OPTIMIZERS
 from distributed_training.ranks.context import DistContext
 from distributed_training.run.memory_plan import MemoryPlan, PlanRun
 from distributed_training.run.run_folder import RunFolder
+from distributed_training.settings.model import ModelSettings
 from distributed_training.settings.settings import Settings
 from distributed_training.settings.training import TrainingSettings
 from distributed_training.strategies.strategy import Strategy
@@ -53,7 +54,7 @@ class StartLog:
 
             rounded_shares.report(settings.training, counts, ctx.nodes.of_rank)
         folder = RunFolder.open(settings, ctx)
-        check_machine(settings.strategy, settings.training, settings.model.compile, ctx.device.type)
+        check_machine(settings.strategy, settings.training, settings.model, ctx.device.type)
         memory = MemoryByPhase(ctx.device)
         ctx.monitor.report_hangs(folder.path, lambda: memory.doing)
         ctx.monitor.explain_memory_with(memory.describe)
@@ -145,19 +146,19 @@ def say_setup(ctx: DistContext) -> None:
 
 
 def check_machine(
-    strategy: Strategy, training: TrainingSettings, compiles: bool, device_type: str
+    strategy: Strategy, training: TrainingSettings, model: ModelSettings, device_type: str
 ) -> None:
-    """Check that this machine has what the strategy and --compile need.
+    """Check that this machine has what the strategy and --compile or --compile_loss need.
 
     Raises:
         MissingRequirement: it is missing.
     """
     if not (training.eval_only and strategy.whole_parameters):  # else as under dp
         strategy.check_requirements(training.gradient_accumulation_steps)
-    if compiles:
-        from distributed_training.ranks.compiler import check_compile  # only with --compile
+    if model.compiler_flag:
+        from distributed_training.ranks.compiler import check_compile  # only with these flags
 
-        check_compile(device_type)
+        check_compile(device_type, model.compiler_flag)
 
 
 def say_adapters(spec: ModelSpec, exports_adapters: bool) -> None:

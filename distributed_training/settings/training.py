@@ -220,7 +220,7 @@ class TrainingSettings:
         False,
         "dp on one GPU: record the kernels of a micro-batch and launch them together (speed not "
         "measured yet)",
-        excludes="compile gradient_checkpointing load_in_4bit simulate_gpus eval_only",
+        excludes="compile compile_loss gradient_checkpointing load_in_4bit simulate_gpus eval_only",
         effect=ROUNDING,
         planned=True,
     )

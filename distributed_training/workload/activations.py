@@ -164,7 +164,11 @@ def loss_terms(work: Workload) -> list[Term]:
     m, c, vocabulary = work.model, work.item, work.model.embedding.vocabulary
     chunks = number_of_chunks(work.tokens, vocabulary, work.device.type)
     # Of one chunk: the logits, a copy in fp32 and the logarithms of the probabilities.
-    chunk = -(-work.tokens // chunks) * vocabulary * (8 if c == 4 else c + 8)
+    of_logit = 8 if c == 4 else c + 8
+    if (work.kernels.compiled or work.kernels.compiled_loss) and work.precision != "fp16":
+        # The logits, in fp32 on a GPU. The gradient replaces them if it has their dtype.
+        of_logit = c if c == 4 or work.on_cpu else c + 4
+    chunk = -(-work.tokens // chunks) * vocabulary * of_logit
     weight, inputs = vocabulary * m.hidden, work.tokens * m.hidden
     # The sum over the chunks in fp32, and in 16 bit the product that is added to it.
     of_weight = 0 if work.lora else weight * (4 if c == 4 else 4 + c)

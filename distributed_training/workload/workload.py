@@ -107,6 +107,7 @@ class Kernels:
     fused_gelu: bool = True  # one kernel computes GPT-2's activation
     attention_mask: bool = False  # attention by SDPA with a mask, as for isolated documents
     compiled: bool = False  # with torch.compile
+    compiled_loss: bool = False  # chunks of the loss only: --compile_loss
     bf16_blocks: bool = False  # the blocks compute in bf16 where autocast would choose the dtypes
     recorded: bool = False  # --cuda_graph: CUDA graphs of micro-batches, on one GPU
 

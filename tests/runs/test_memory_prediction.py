@@ -32,6 +32,8 @@ COVERING = [
     slow("fsdp", 2, "bf16", "--lora_r 8 --lora_dora"),
     slow("dp", 2, "fp32", "--compile"),
     slow("zero2", 2, "bf16", "--compile"),
+    slow("dp", 2, "fp32", "--compile_loss"),
+    slow("zero2", 2, "bf16", "--compile_loss"),
     slow("fsdp", 2, "bf16", "--lora_r 8"),
     slow("dp", 2, "bf16", LLAMA),
     slow("dp", 2, "bf16", "--bf16_blocks"),

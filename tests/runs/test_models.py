@@ -68,6 +68,14 @@ def test_compile_compiles_and_changes_no_loss(script, tmp_path, strategy):
     assert_close(compiled.losses, script(*work, **TWO).losses, 1e-4)
 
 
+@pytest.mark.parametrize("strategy", [slow("dp"), *map(soak, STRATEGIES[1:])])
+def test_a_compiled_loss_is_the_same(script, tmp_path, strategy):
+    work, env = [*WORK, "--strategy", strategy], {"TORCHINDUCTOR_CACHE_DIR": tmp_path}
+    compiled = script(*work, "--compile_loss", env=env, **TWO, timeout=600)
+    assert list(tmp_path.rglob("*.cpp"))
+    assert_close(compiled.losses, script(*work, **TWO).losses, 1e-6)
+
+
 @pytest.mark.slow
 def test_compile_compiles_many_blocks_that_differ(script, small_gpt2, tmp_path):
     folder = shutil.copytree(small_gpt2, tmp_path / "model")

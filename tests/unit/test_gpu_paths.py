@@ -21,9 +21,11 @@ from distributed_training.cli.parse import parse_arguments
 from distributed_training.data.batches import StepBatch, copy_ahead
 from distributed_training.data.sequences import COMPILED_LENGTHS
 from distributed_training.errors import MissingRequirement, UserError
+from distributed_training.loss_chunks import IGNORED
 from distributed_training.memory.fit import workload_of
 from distributed_training.model import loss
 from distributed_training.model.attention import set_attention
+from distributed_training.model.compiled_loss import CompiledOutputLayer
 from distributed_training.model.config import gpt2_config
 from distributed_training.model.prepare import configure_transformers
 from distributed_training.model.weights import from_config
@@ -488,8 +490,9 @@ def test_what_torch_compile_needs_is_checked_first(
     monkeypatch.setattr(compiler.sysconfig, "get_path", lambda *_: str(tmp_path))
     find = lambda name: name if name in installed else None  # noqa: E731
     monkeypatch.setattr(compiler.importlib.util, "find_spec", find)
-    with pytest.raises(UserError, match=said) if said else nullcontext():
-        compiler.check_compile(device)
+    match = rf"--compile_loss: .*{said}"
+    with pytest.raises(UserError, match=match) if said else nullcontext():
+        compiler.check_compile(device, "--compile_loss")
 
 
 def test_each_length_and_number_of_rows_has_its_own_graph():
@@ -546,7 +549,7 @@ def test_a_compiled_head_has_aligned_rows_and_the_same_loss(
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 101, bias=bias, dtype=dtype)
     hidden, targets = torch.randn(2, 6, 16, dtype=dtype), torch.randint(0, 101, (2, 6))
-    targets[0, :3] = loss.IGNORED
+    targets[0, :3] = IGNORED
     products, product = [], torch.nn.functional.linear
     monkeypatch.setattr(
         loss.F, "linear", lambda h, w, b=None: products.append(len(w)) or product(h, w, b)
@@ -562,6 +565,7 @@ def test_a_compiled_head_has_aligned_rows_and_the_same_loss(
     head.__class__ = loss.OutputLayer
     chunked, chunked_gradient = loss_and_gradient()
     products.clear()
+    head.__class__ = CompiledOutputLayer
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     compiled, gradient = loss_and_gradient()
     assert products == [rows]
@@ -573,7 +577,7 @@ def test_a_padded_head_compiles_into_one_graph(monkeypatch):
     """The question whether autocast is enabled breaks no graph."""
     monkeypatch.setattr(loss, "ALIGNMENT", {("cpu", 2): 8})
     head, graphs = torch.nn.Linear(16, 101), []
-    head.__class__ = loss.OutputLayer
+    head.__class__ = CompiledOutputLayer
     torch._dynamo.reset()  # another test may have compiled a head of other sizes
     head.compile(backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):

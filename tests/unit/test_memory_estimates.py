@@ -10,6 +10,7 @@ from conftest import STRATEGIES
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
 from distributed_training.hardware import TURING
+from distributed_training.loss_chunks import number_of_chunks
 from distributed_training.memory.estimate import predict, supporting
 from distributed_training.memory.find_architecture import find_architecture
 from distributed_training.memory.fit import (
@@ -22,6 +23,7 @@ from distributed_training.memory.fit import (
 )
 from distributed_training.memory.measure import over_ranks
 from distributed_training.units import GB, KB, MB
+from distributed_training.workload.activations import loss_terms
 from distributed_training.workload.workload import Device, Kernels, Workload, adapters
 
 GPT2 = find_architecture("gpt2")
@@ -179,6 +181,24 @@ def test_cuda_graphs_are_planned_for_the_runs_that_have_them():
     one = replace(work, batch_size=1)  # fits with gradient checkpointing only
     less = predict(replace(one, gradient_checkpointing=True), "dp").total
     assert recommend(one, Limits(less)) == (None, one)
+
+
+@pytest.mark.parametrize(
+    "device, precision, bytes_of_a_logit",
+    [
+        ("cpu", "fp32", (8, 4)),
+        ("cpu", "bf16", (10, 2)),
+        ("cuda", "bf16", (10, 6)),
+        ("cuda", "fp16", (10, 10)),  # computed by the eager code
+    ],
+)
+def test_a_compiled_chunk_of_the_loss_has_no_logarithms(device, precision, bytes_of_a_logit):
+    work = Workload(find_architecture("gpt2"), 1, 4, 1024, precision, device=Device(device))
+    rows = -(-4096 // number_of_chunks(4096, 50257, device))
+    for compiled, size in zip((False, True), bytes_of_a_logit, strict=True):
+        chosen = replace(work, kernels=Kernels(compiled_loss=compiled))
+        [chunk] = [term for term in loss_terms(chosen) if "chunk" in term.name]
+        assert chunk.size == rows * 50257 * size
 
 
 def test_states_of_the_optimizers():

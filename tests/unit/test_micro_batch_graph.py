@@ -289,7 +289,14 @@ def test_build_ddp_lets_the_graphs_compute_with_its_objects(ctx, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--strategy fsdp", "--strategy zero2", "--compile", "--gradient_checkpointing"]
+    "flags",
+    [
+        "--strategy fsdp",
+        "--strategy zero2",
+        "--compile",
+        "--compile_loss",
+        "--gradient_checkpointing",
+    ],
 )
 def test_refused_with_other_flags(flags):
     with pytest.raises(UserError, match=r"--cuda_graph.*leave"):
@@ -304,9 +311,9 @@ def test_a_replay_runs_the_hooks_of_an_eager_model():
 @pytest.mark.parametrize("device, ranks, needs", [("cpu", 1, "a GPU"), ("cuda", 2, "one rank")])
 def test_refused_on_other_machines(monkeypatch, device, ranks, needs):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    training = parse_arguments(["--cuda_graph"]).training
+    settings = parse_arguments(["--cuda_graph"])
     with pytest.raises(UserError, match=f"--cuda_graph needs {needs}.*leave it out"):
-        configure_torch(torch.device(device), STRATEGIES["dp"], training, False)
+        configure_torch(torch.device(device), STRATEGIES["dp"], settings.training, settings.model)
 
 
 def test_a_cuda_graph_is_recorded_as_torch_documents_it(monkeypatch):

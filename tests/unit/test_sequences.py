@@ -98,14 +98,20 @@ def test_lengths_of_micro_batches_are_few_if_each_is_compiled(seq_length, compil
 
 
 @pytest.mark.parametrize(
-    "strategy, simulated, longest",
-    [("dp", False, 64), ("fsdp", False, 64), ("infinity", False, 256), ("dp", True, 256)],
+    "strategy, simulated, flag, longest",
+    [
+        ("dp", False, "--compile", 64),
+        ("fsdp", False, "--compile", 64),
+        ("infinity", False, "--compile", 256),
+        ("infinity", False, "--compile_loss", 64),  # no layer is compiled
+        ("dp", True, "--compile", 256),
+    ],
 )
 def test_strategies_with_a_graph_for_each_layer_have_one_length(
-    monkeypatch, strategy, simulated, longest
+    monkeypatch, strategy, simulated, flag, longest
 ):
     """Infinity's graphs would exceed torch's limit of 8 for each function."""
-    settings = parse_arguments(["--strategy", strategy, "--compile", "--no_eval"])
+    settings = parse_arguments(["--strategy", strategy, flag, "--no_eval"])
     opened = []
     monkeypatch.setattr(
         opening, "open_datasets", lambda *args: opened.append(args[-1]) or MagicMock()

@@ -36,7 +36,7 @@ def check(settings: Settings, ctx: DistContext) -> int:
     results = [
         check_machine.software(strategy),
         check_machine.gpu(training.device, ctx),
-        check_machine.compiler(ctx.device.type) if settings.model.compile else None,
+        check_machine.compiler(ctx.device.type, settings.model.compiler_flag),
         check_machine.requirements(
             strategy, training.gradient_accumulation_steps, settings.model.load_in_4bit
         ),

@@ -51,10 +51,12 @@ def gpu(wanted: str, ctx: DistContext) -> Line:
     return line_of(free >= 0.8 * total, GPU, text, remedy)
 
 
-def compiler(device_type: str) -> Line:
-    """Check that --compile has its compiler."""
+def compiler(device_type: str, flag: str | None) -> Line | None:
+    """Check that a flag which needs torch.compile's compiler has it; None without such a flag."""
+    if flag is None:
+        return None
     try:
-        check_compile(device_type)
+        check_compile(device_type, flag)
     except UserError as error:
         return Line(PROBLEM, "torch.compile", str(error))
     return Line(OK, "torch.compile", "has a compiler")

@@ -54,7 +54,7 @@ def main(settings: Settings, launch: Launch) -> None:
     with single_process(launch) as ctx:
         spec = ModelSpec.find(settings, ctx)
         spec.chunked_loss = False
-        padding = Padding.of(spec.seq_length, False, ctx.device.type, chosen.compile)
+        padding = Padding.of(spec.seq_length, False, ctx.device.type, bool(chosen.compiler_flag))
         train = open_tokenized(data, training, ctx, spec.tokenizer, padding).train
         assert isinstance(train, Sequences)  # --prove excludes --streaming
         folder = Path(settings.output.output_dir)
