@@ -11,8 +11,8 @@ ways (--prove); checkpoints resumed under another strategy; grouped-query attent
 --cuda_graph; adapters and 4 bit; calls that wait for the GPU; --deterministic; SIGTERM; out of
 memory.
 
-speed: gpt2 next to transformers.Trainer, with --cuda_graph as well, the parts of a step, and
-measured memory next to the plan.
+speed: gpt2 next to transformers.Trainer, with --cuda_graph and with --compile_loss as well, the
+parts of a step, and measured memory next to the plan.
 
 The most valuable checks come first. Runs that measure neither time nor free memory go four at a
 time. A run has 90 seconds, and a part --part_seconds: what has not run then is reported as "not
@@ -534,6 +534,7 @@ def speed(part: Part) -> None:
     next_to_trainer(part, scale.eager, scale.large)
     next_to_trainer(part, scale.eager, scale.small)
     with_cuda_graph(part)
+    with_compiled_loss(part)
     next_to_trainer(part, scale.compiled, scale.large)
     profile(part)
     compile_ops(part, after=("profile",))
@@ -574,15 +575,26 @@ def next_to_trainer(part: Part, case: str, batch_size: int) -> None:
 
 
 def with_cuda_graph(part: Part) -> None:
-    """Measure the small micro-batch with --cuda_graph, with the losses of the eager run."""
+    """Measure the small micro-batch with --cuda_graph."""
+    how = {"judge": was_recorded, "blocked": part.needs_gpu}
+    next_to_eager(part, part.scale.small, "CUDA graph", "--cuda_graph", **how)
+
+
+def with_compiled_loss(part: Part) -> None:
+    """Measure both micro-batches with --compile_loss."""
+    for batch_size in (part.scale.small, part.scale.large):
+        next_to_eager(part, batch_size, "compiled loss", "--compile_loss")
+
+
+def next_to_eager(part: Part, batch_size: int, title: str, flag: str, **how: Any) -> None:
+    """Measure this project with another flag, with the losses of the eager run."""
     scale = part.scale
-    steps, name = scale.steps[scale.small], f"{scale.small} × {scale.seq_length}, eager, ours"
-    flags = f"{part.measured()} --batch_size {scale.small} --max_steps {steps} --cuda_graph"
+    steps, name = scale.steps[batch_size], f"{batch_size} × {scale.seq_length}, eager, ours"
+    flags = f"{part.measured()} --batch_size {batch_size} --max_steps {steps} {flag}"
     # As tools/benchmarks/peers.py runs the eager one.
-    flags += f" --num_samples {steps * scale.small} --logging_steps 10"
-    how = {"reference": name, "tolerance": part.tolerance, "judge": was_recorded}
-    how |= {"tables": ("runs",), "alone": True, "blocked": part.needs_gpu}
-    part.train(f"{name}, CUDA graph", flags, **how)
+    flags += f" --num_samples {steps * batch_size} --logging_steps 10"
+    how |= {"reference": name, "tolerance": part.tolerance, "tables": ("runs",), "alone": True}
+    part.train(f"{name}, {title}", flags, **how)
 
 
 def profile(part: Part) -> None:
