@@ -165,6 +165,10 @@ class ModelSpec:
             spec = cls(
                 config, tokenizer, generation, source, length, lora, unused, own_settings, compiles
             )
+        if model_settings.compile_loss and not spec.chunked_loss:
+            console.warn(
+                "--compile_loss: ignored, because this model changes the logits of its output layer"
+            )
         strategy.check_model(spec.on_meta_device)
         spec._check_attention(model_settings, data, ctx)
         return spec

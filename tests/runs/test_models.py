@@ -77,6 +77,17 @@ def test_a_compiled_loss_is_the_same(script, tmp_path, strategy):
 
 
 @pytest.mark.slow
+def test_a_loss_that_is_not_computed_in_chunks_is_not_compiled(script, tiny_tokenizer, tmp_path):
+    folder = shutil.copytree(tiny_tokenizer, tmp_path / "model")
+    sizes = {**MOE, "num_attention_heads": 2, "num_key_value_heads": 1}
+    AutoConfig.for_model("gemma2", **sizes).save_pretrained(folder)
+    work = ["--model", folder, "--from_scratch", "--dataset", "pydocs", *WORK, "--max_steps", "1"]
+    run = script(*work, "--compile_loss")
+    assert "--compile_loss: ignored" in run.out
+    assert run.losses == script(*work).losses
+
+
+@pytest.mark.slow
 def test_compile_compiles_many_blocks_that_differ(script, small_gpt2, tmp_path):
     folder = shutil.copytree(small_gpt2, tmp_path / "model")
     differ = {"n_layer": 10, "scale_attn_by_inverse_layer_idx": True}  # by default 8 may differ

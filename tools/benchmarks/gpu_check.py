@@ -11,8 +11,8 @@ ways (--prove); checkpoints resumed under another strategy; grouped-query attent
 --cuda_graph; adapters and 4 bit; calls that wait for the GPU; --deterministic; SIGTERM; out of
 memory.
 
-speed: gpt2 next to transformers.Trainer, with --cuda_graph and with --compile_loss as well, the
-parts of a step, and measured memory next to the plan.
+speed: gpt2 next to transformers.Trainer, with --cuda_graph, --bf16_blocks and --compile_loss as
+well, the parts of a step, and measured memory next to the plan.
 
 The most valuable checks come first. Runs that measure neither time nor free memory go four at a
 time. A run has 90 seconds, and a part --part_seconds: what has not run then is reported as "not
@@ -534,7 +534,7 @@ def speed(part: Part) -> None:
     next_to_trainer(part, scale.eager, scale.large)
     next_to_trainer(part, scale.eager, scale.small)
     with_cuda_graph(part)
-    with_compiled_loss(part)
+    with_other_kernels(part)
     next_to_trainer(part, scale.compiled, scale.large)
     profile(part)
     compile_ops(part, after=("profile",))
@@ -580,9 +580,11 @@ def with_cuda_graph(part: Part) -> None:
     next_to_eager(part, part.scale.small, "CUDA graph", "--cuda_graph", **how)
 
 
-def with_compiled_loss(part: Part) -> None:
-    """Measure both micro-batches with --compile_loss."""
-    for batch_size in (part.scale.small, part.scale.large):
+def with_other_kernels(part: Part) -> None:
+    """Measure both micro-batches with --bf16_blocks and with --compile_loss."""
+    in_bf16 = {"tolerance": HALF, "blocked": part.needs_gpu}  # a CPU measures in fp32
+    for batch_size in (part.scale.large, part.scale.small):
+        next_to_eager(part, batch_size, "bf16 blocks", "--bf16_blocks", **in_bf16)
         next_to_eager(part, batch_size, "compiled loss", "--compile_loss")
 
 
@@ -593,7 +595,8 @@ def next_to_eager(part: Part, batch_size: int, title: str, flag: str, **how: Any
     flags = f"{part.measured()} --batch_size {batch_size} --max_steps {steps} {flag}"
     # As tools/benchmarks/peers.py runs the eager one.
     flags += f" --num_samples {steps * batch_size} --logging_steps 10"
-    how |= {"reference": name, "tolerance": part.tolerance, "tables": ("runs",), "alone": True}
+    how = {"reference": name, "tolerance": part.tolerance, **how}
+    how |= {"tables": ("runs",), "alone": True}
     part.train(f"{name}, {title}", flags, **how)
 
 
