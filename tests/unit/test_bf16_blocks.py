@@ -7,6 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distributed_training.cli.parse import read_command_line
+from distributed_training.errors import UserError
 from distributed_training.model_parts import transformer_blocks
 from distributed_training.strategies.ddp.bf16_blocks import compute_in_bf16
 
@@ -136,6 +138,18 @@ class Kernels(TorchDispatchMode):
         only_allocates = operator._schema.name.startswith("aten::empty")
         self.count += not (makes_view or only_allocates)
         return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp"])
+def test_other_strategies_say_that_they_ignore_it(strategy):
+    line = read_command_line(["--strategy", strategy, "--bf16_blocks"])
+    assert any("--bf16_blocks" in notice for notice in line.notices) == (strategy != "dp")
+
+
+@pytest.mark.parametrize("flags", ["--gradient_checkpointing", "--lora_r 4", "--eval_only"])
+def test_what_it_excludes(flags):
+    with pytest.raises(UserError, match="--bf16_blocks"):
+        read_command_line(["--bf16_blocks", *flags.split()])
 
 
 def test_fewer_kernels_are_launched_than_with_autocast():
