@@ -1,7 +1,7 @@
 """The host memory that holds a copy of a rank's model states while a thread writes it.
 
 It is kept between saves: allocating it again would take longer than the copy. On a GPU it is
-page-locked, and the copies run on a stream of their own.
+page-locked if possible, and the copies run on a stream of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from distributed_training import console
 from distributed_training.checkpoints.saving import PieceWriter, own_part, write_shards
+from distributed_training.errors import first_line
 from distributed_training.memory.system import free_host_bytes, host_bytes
 from distributed_training.ranks.context import DistContext
 from distributed_training.strategies.optimizer_shards import ShardedState
@@ -25,10 +27,10 @@ class HostCopy:
     """
 
     def __init__(self, elements: list[int], device: torch.device):
-        pinned = device.type == "cuda"
-        self._files = [torch.empty(number, pin_memory=pinned) for number in elements]
-        self._stream = torch.cuda.Stream(device) if pinned else None
-        self._copied = torch.cuda.Event() if pinned else None
+        on_gpu = device.type == "cuda"
+        self._files = page_locked(elements) if on_gpu else list(map(torch.empty, elements))
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None
 
     def fill(self, folder: Path, state: ShardedState, ctx: DistContext) -> PieceWriter:
         """Copy the weights and moments of this rank; the writer has them as files of `folder`.
@@ -52,6 +54,20 @@ class HostCopy:
         """Wait until the copies are complete."""
         if self._copied is not None:
             self._copied.synchronize()
+
+
+def page_locked(elements: list[int]) -> list[torch.Tensor]:
+    """Return page-locked memory of these sizes; ordinary memory if the driver refuses it.
+
+    A machine may have memory but not page-locked memory: WSL2 limits it, and containers can.
+    """
+    try:
+        return [torch.empty(number, pin_memory=True) for number in elements]
+    except RuntimeError as error:
+        console.warn(
+            f"Saves copy to memory that is not page-locked, and take longer: {first_line(error)}"
+        )
+        return list(map(torch.empty, elements))
 
 
 def elements_of_files(state: ShardedState, ctx: DistContext) -> list[int]:

@@ -14,7 +14,7 @@ from one_rank import one_rank
 from distributed_training.checkpoints import save_thread, saver
 from distributed_training.checkpoints.contents import WholeParts
 from distributed_training.checkpoints.folder import CheckpointFolder
-from distributed_training.checkpoints.host_copy import HostCopy, elements_of_files
+from distributed_training.checkpoints.host_copy import HostCopy, elements_of_files, page_locked
 from distributed_training.checkpoints.loading import read_shards
 from distributed_training.checkpoints.save_thread import Place, SaveThread, Taken, Times
 from distributed_training.checkpoints.saver import Saver
@@ -389,6 +389,21 @@ def test_the_copies_of_a_gpu_run_beside_its_kernels(monkeypatch):
     inside = ["begin", "record", "end"]
     waits = ["side waits for current", *inside, "current waits for side", "synchronize"]
     assert calls == ["pinned", *waits]
+
+
+def test_without_page_locked_memory_the_copy_is_in_other_memory(monkeypatch, capsys):
+    """WSL2 limits it, also where the memory is free; the run would end at its first save."""
+    memory = torch.empty
+
+    def empty(*size, pin_memory=False):
+        if pin_memory and size[0] > 3:
+            raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
+        return memory(*size)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert [tensor.numel() for tensor in page_locked([3, 4])] == [3, 4]
+    said = capsys.readouterr().out
+    assert "page-locked" in said and "out of memory" in said and "DSA" not in said
 
 
 class replace_context:
