@@ -140,8 +140,7 @@ def recommend(work: Workload, devices: Devices) -> tuple[MemoryEstimate | None, 
         accumulation makes up for smaller micro-batches.
     """
     checkpointing = replace(work, gradient_checkpointing=True)
-    # --cuda_graph excludes --gradient_checkpointing.
-    is_fixed = work.gradient_checkpointing or work.has_graphs
+    is_fixed = work.gradient_checkpointing or work.excludes_checkpointing
     all_supported = supporting(work)
     for strategies in (ON_DEVICE, OFFLOADING):
         supported = [strategy for strategy in strategies if strategy in all_supported]
@@ -270,7 +269,7 @@ def remedies(work: Workload, strategy: str, limits: Limits) -> dict[str, MemoryE
         accumulation = f"--gradient_accumulation_steps {split.accumulation}"
         needs[f"--batch_size {split.batch_size} {accumulation}"] = predict(split, strategy)
     checkpointing = replace(work, gradient_checkpointing=True)
-    if not work.has_graphs:  # they exclude it
+    if not work.excludes_checkpointing:
         needs["--gradient_checkpointing"] = predict(checkpointing, strategy)
     half = replace(work, seq_length=work.seq_length // 2)
     needs[f"--seq_length {half.seq_length}"] = predict(half, strategy)

@@ -292,6 +292,11 @@ class Workload:
         return self.kernels.recorded and self.world_size == 1 and not self.on_cpu
 
     @property
+    def excludes_checkpointing(self) -> bool:
+        """Whether a flag of the run excludes --gradient_checkpointing."""
+        return self.has_graphs or self.kernels.bf16_blocks
+
+    @property
     def stored_keys(self) -> int:
         """Width of the keys that attention saves, and of the values.
 

@@ -183,6 +183,17 @@ def test_cuda_graphs_are_planned_for_the_runs_that_have_them():
     assert recommend(one, Limits(less)) == (None, one)
 
 
+def test_blocks_in_bf16_are_not_planned_with_checkpointing():
+    """The run would refuse both flags together."""
+    plain = Workload(GPT2, 1, 1, 1024)
+    work = replace(plain, kernels=Kernels(bf16_blocks=True))
+    limits = Limits(predict(replace(plain, gradient_checkpointing=True), "dp").total)
+    assert recommend(plain, limits)[1].gradient_checkpointing
+    assert not recommend(work, limits)[1].gradient_checkpointing
+    assert "--gradient_checkpointing" in remedies(plain, "dp", Limits(6 * GB))
+    assert "--gradient_checkpointing" not in remedies(work, "dp", Limits(6 * GB))
+
+
 @pytest.mark.parametrize(
     "device, precision, bytes_of_a_logit",
     [

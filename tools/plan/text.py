@@ -70,6 +70,8 @@ def fits_how(work: Workload, strategy: str, devices: Devices) -> tuple[str, Work
         return "yes", work
     if batch := devices.largest_batch(work, strategy):
         return f"with batch {batch}", replace(work, batch_size=batch)
+    if work.excludes_checkpointing:
+        return "no", None
     checkpointing = replace(work, gradient_checkpointing=True)
     if batch := min(devices.largest_batch(checkpointing, strategy), work.batch_size):
         return f"checkpointing, batch {batch}", replace(checkpointing, batch_size=batch)
@@ -112,7 +114,10 @@ def explain(need: MemoryEstimate) -> str:
 
 def as_dict(work: Workload, need: MemoryEstimate, devices: Devices) -> dict:
     """Return a strategy's entry for --json: bytes of one rank, and whether it fits."""
-    checkpointing = replace(work, gradient_checkpointing=True)
+    checkpointed = None  # the largest batch, unless a flag excludes checkpointing
+    if not work.excludes_checkpointing:
+        checkpointing = replace(work, gradient_checkpointing=True)
+        checkpointed = devices.largest_batch(checkpointing, need.strategy)
     unequal = {}
     if isinstance(devices, UnequalGpus):
         shares, speed_up = (f(work, need.strategy) for f in (devices.rank_counts, devices.speed_up))
@@ -123,7 +128,7 @@ def as_dict(work: Workload, need: MemoryEstimate, devices: Devices) -> dict:
         "total_bytes": need.total,
         "fits": devices.fits(work, need.strategy),
         "largest_batch": devices.largest_batch(work, need.strategy),
-        "largest_batch_with_checkpointing": devices.largest_batch(checkpointing, need.strategy),
+        "largest_batch_with_checkpointing": checkpointed,
         **unequal,
         "terms": [term._asdict() for term in need.terms],
     }

@@ -3,7 +3,8 @@
 import pytest
 
 from distributed_training.errors import UserError
-from tools.plan import command
+from distributed_training.memory.estimate import predict
+from tools.plan import command, text
 from tools.plan import flags as planner_flags
 from tools.plan.workload import read_workload
 
@@ -33,6 +34,19 @@ def test_a_flag_of_a_run_overrides_the_file_and_is_printed(monkeypatch, tmp_path
     assert (work.optimizer, work.kernels.compiled, work.precision) == ("adamw", False, "fp32")
     printed = command.command_of(args, work, "dp", devices)
     assert printed.endswith("--no_compile --optim adamw")
+
+
+@pytest.mark.parametrize(
+    "flag, fits", [("", "checkpointing, batch 4"), ("--bf16_blocks", "no"), ("--cuda_graph", "no")]
+)
+def test_what_excludes_checkpointing_is_not_planned_with_it(monkeypatch, flag, fits):
+    """A run would refuse the flags together."""
+    line = f"plan_memory.py --model gpt2-large --gpu_memory 14 --seq_length 1024 {flag}"
+    monkeypatch.setattr("sys.argv", line.split())
+    _, work, devices = read_workload(planner_flags.read_flags(planner_flags.build_parser("A.")))
+    assert text.fits_how(work, "dp", devices)[0] == fits
+    found = text.as_dict(work, predict(work, "dp"), devices)
+    assert (found["largest_batch_with_checkpointing"] is None) == bool(flag)
 
 
 @pytest.mark.parametrize(
