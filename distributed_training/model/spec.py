@@ -22,7 +22,7 @@ from distributed_training.model.config import (
     read_config,
     read_generation_config,
 )
-from distributed_training.model.loss import add_loss, returns_plain_logits
+from distributed_training.model.loss import add_loss, computes_loss, returns_plain_logits
 from distributed_training.model.tokenizer import read_tokenizer
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings, choose_seq_length
@@ -114,6 +114,7 @@ class ModelSpec:
         # The output layer computes the loss in chunks; see distributed_training/model/loss.py.
         self.chunked_loss = returns_plain_logits(self.config)
         model = self.on_meta_device()
+        self.chunked_loss = computes_loss(model)  # an output layer with adapters does not
         self.tied = is_tied(model)  # the output layer shares the weight of the input embedding
         self.counts = ParameterCounts.of(model)
         self._names = [name for name, _ in model.named_parameters()]
@@ -165,13 +166,18 @@ class ModelSpec:
             spec = cls(
                 config, tokenizer, generation, source, length, lora, unused, own_settings, compiles
             )
-        if model_settings.compile_loss and not spec.chunked_loss:
-            console.warn(
-                "--compile_loss: ignored, because this model changes the logits of its output layer"
-            )
         strategy.check_model(spec.on_meta_device)
         spec._check_attention(model_settings, data, ctx)
+        spec._check_loss(model_settings)
         return spec
+
+    def _check_loss(self, model_settings: ModelSettings) -> None:
+        """Print a line if --compile_loss has no effect."""
+        if model_settings.compile_loss and not self.chunked_loss:
+            console.warn(
+                "--compile_loss: ignored, because the output layer does not compute the loss of "
+                "this model: it has adapters, or the model changes its logits"
+            )
 
     def _check_attention(
         self, model_settings: ModelSettings, data: DataSettings, ctx: DistContext

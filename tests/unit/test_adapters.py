@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,12 +11,13 @@ import transformers
 from one_rank import one_rank
 from packaging.version import Version
 from small_models import CONFIGS
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GenerationConfig, Qwen3MoeConfig
 
 from distributed_training.cli.parse import parse_arguments
 from distributed_training.errors import UserError
 from distributed_training.model.lora import Lora, merged
-from distributed_training.model.spec import ModelSpec
+from distributed_training.model.spec import ModelSpec, WeightSource
+from distributed_training.run.step_meter import loss_bytes
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -37,6 +40,22 @@ def test_merged_weights_compute_the_same(family, rslora, dora):
         assert torch.allclose(plain(inputs).logits, expected, atol=1e-5)
         assert (expected - before).abs().max() > 0.01
     assert sum(".lora_magnitude_vector." in name for name in trained) == dora * len(trained) // 3
+
+
+@pytest.mark.parametrize("targets, chunked", [(["q_proj"], True), (["lm_head"], False)])
+def test_an_output_layer_with_adapters_does_not_compute_the_loss(targets, chunked, capsys):
+    """The measured memory of its loss is that of all logits, and --compile_loss has no effect."""
+    lora = Lora(4, 8.0, 0.0, targets, "base", 0)
+    source = WeightSource("", 0)
+    spec = ModelSpec(CONFIGS["llama"], None, GenerationConfig(), source, 16, lora)
+    assert spec.chunked_loss == chunked
+    state, ctx = MagicMock(), SimpleNamespace(rank=0)
+    state.ranks.at.return_value = [2]
+    objects = SimpleNamespace(module=spec.on_meta_device())
+    of_all_logits = 4 * 2 * 16 * CONFIGS["llama"].vocab_size
+    assert loss_bytes(objects, spec, state, False, ctx)() == (0 if chunked else of_all_logits)
+    spec._check_loss(parse_arguments(["--compile_loss"]).model)
+    assert ("--compile_loss: ignored" in capsys.readouterr().out) != chunked
 
 
 def test_scales():
