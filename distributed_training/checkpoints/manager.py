@@ -201,9 +201,11 @@ class CheckpointManager:
 
     def stop_requested(self, stop: torch.Tensor) -> bool:
         """Whether to save and stop; `stop` is a scalar, above 0 if a rank received a signal."""
+        if not self.may_save:
+            return False
         previous, self._stop = self._stop, PendingCopy(stop)
         flag = previous if stop.is_cuda else self._stop  # the host does not wait for this step
-        return self.may_save and flag is not None and flag.read().item() > 0
+        return flag is not None and flag.read().item() > 0
 
     def after_evaluation(self, state: TrainState) -> None:
         """Save a checkpoint if this evaluation is the best so far."""

@@ -138,6 +138,7 @@ def configure_torch(
 
         configure_compiler(device, model.compile and strategy.gathers_single_layers)
     precision = choose_precision(training.precision, device)
-    if training.bf16_blocks and precision != "bf16":
+    # A strategy without autocast ignores --bf16_blocks, and has said so.
+    if training.bf16_blocks and "bf16" in strategy.autocast_precisions and precision != "bf16":
         raise UserError(f"--bf16_blocks needs bf16, and the run uses {precision}: leave it out.")
     return precision

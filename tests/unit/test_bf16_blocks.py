@@ -1,5 +1,6 @@
 """--bf16_blocks: the blocks compute in bf16, and all that is outside of them is as before."""
 
+import contextlib
 import copy
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distributed_training.cli.parse import read_command_line
 from distributed_training.errors import UserError
 from distributed_training.model_parts import transformer_blocks
+from distributed_training.ranks.process_group import configure_torch
 from distributed_training.strategies.ddp.bf16_blocks import compute_in_bf16
 
 BF16 = torch.bfloat16
@@ -144,6 +146,15 @@ class Kernels(TorchDispatchMode):
 def test_other_strategies_say_that_they_ignore_it(strategy):
     line = read_command_line(["--strategy", strategy, "--bf16_blocks"])
     assert any("--bf16_blocks" in notice for notice in line.notices) == (strategy != "dp")
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp"])
+def test_only_dp_refuses_it_in_fp32(strategy):
+    settings = read_command_line(f"--strategy {strategy} --bf16_blocks --precision fp32".split())
+    chosen, cpu = settings.settings, torch.device("cpu")
+    refused = pytest.raises(UserError, match="--bf16_blocks needs bf16, and the run uses fp32")
+    with refused if strategy == "dp" else contextlib.nullcontext():
+        configure_torch(cpu, chosen.strategy, chosen.training, chosen.model)
 
 
 @pytest.mark.parametrize("flags", ["--gradient_checkpointing", "--lora_r 4", "--eval_only"])
