@@ -60,7 +60,7 @@ def activation_terms(work: Workload) -> list[Term]:
                 before += of_block["MLP"]
             terms.append(Term("activations: before adapters", -before, held))
         if work.dtypes.autocast:
-            block = m.block() if work.kernels.bf16_blocks else filter(m.is_matrix, m.block())
+            block = m.block() if work.has_bf16_blocks else filter(m.is_matrix, m.block())
             size = c * (sum(work.trained) if adapters else m.layers * sum(block))
             terms.append(Term("16-bit weight copies", size, held))
     if m.family == "llama":

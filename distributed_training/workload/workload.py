@@ -324,10 +324,16 @@ class Workload:
         return 4 if self.reduce_dtype == "fp32" else 2
 
     @property
+    def has_bf16_blocks(self) -> bool:
+        """Whether --bf16_blocks replaces autocast; fsdp, whose fp16 is autocast, ignores it."""
+        return self.kernels.bf16_blocks and self.dtypes.autocast and self.precision == "bf16"
+
+    @property
     def in_blocks(self) -> "Workload":
         """The same workload for operations in the blocks: with --bf16_blocks without autocast."""
-        own = self.kernels.bf16_blocks and self.dtypes.autocast
-        return replace(self, dtypes=replace(self.dtypes, autocast=False)) if own else self
+        if not self.has_bf16_blocks:
+            return self
+        return replace(self, dtypes=replace(self.dtypes, autocast=False))
 
     @property
     def casts_weights(self) -> bool:

@@ -194,6 +194,15 @@ def test_blocks_in_bf16_are_not_planned_with_checkpointing():
     assert "--gradient_checkpointing" not in remedies(work, "dp", Limits(6 * GB))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_blocks_in_bf16_change_the_plan_of_dp_in_bf16_only(strategy, precision):
+    plain = Workload(GPT2, 2, precision=precision)
+    work = replace(plain, kernels=Kernels(bf16_blocks=True))
+    peaks = [predict(each, strategy).peak for each in (work, plain)]
+    assert (peaks[0] < peaks[1]) == ((strategy, precision) == ("dp", "bf16"))
+
+
 @pytest.mark.parametrize(
     "device, precision, bytes_of_a_logit",
     [
