@@ -91,7 +91,7 @@ class StepLog:
     options: LogOptions
     work: list[tuple[int, int]] = field(default_factory=list)  # sequences and tokens of each step
     _pending: list[Numbers] = field(default_factory=list)  # steps whose numbers are on the device
-    _sent: SentSteps | None = None  # the steps before
+    _sent: SentSteps | None = None  # those before; received at the start of `log_step`
     _losses: list[float] = field(default_factory=list)  # of the epoch's steps in this process
     _rate: float | None = None  # tokens per second of the last step that was logged
     _epoch: Epoch | None = None  # None before the first step
@@ -191,10 +191,9 @@ class StepLog:
 
     def flush(self) -> None:
         """Log the steps so far, with the numbers that are on the device; waits for the GPU."""
-        self._receive()
         if self._pending:
             self._send()
-            self._receive()
+        self._receive()
 
     def _send(self, batch: str | None = None) -> None:
         """Copy the numbers of the pending steps to the host, together; do not wait for them."""
@@ -210,7 +209,7 @@ class StepLog:
             return
         state, (steps, copy, batch), self._sent = self.state, self._sent, None
         numbers = iter(copy.read().tolist())
-        for step, seconds in zip(steps, self.meter.read(len(steps)), strict=True):
+        for step, seconds in zip(steps, self.meter.read(), strict=True):
             record: dict = {k: next(numbers) if torch.is_tensor(v) else v for k, v in step.items()}
             state.add_seconds(seconds)
             if self.ctx.simulated:  # its losses mean nothing

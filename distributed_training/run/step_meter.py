@@ -145,16 +145,16 @@ class StepMeter:
         event.record()
         return event
 
-    def read(self, count: int) -> list[float]:
-        """Append the next `count` steps that have ended to `steps`; on a GPU, wait for their end.
+    def read(self) -> list[float]:
+        """Append the steps that have ended to `steps`; on a GPU, wait for the end of the last one.
 
         Returns:
             The seconds of each of these steps.
         """
-        read, self._ended = self._ended[:count], self._ended[count:]
+        ended, self._ended = self._ended, []
         if self._cuda:
-            read[-1][-1][1].synchronize()  # the last mark; the GPU may compute a later step
-        for marks in read:
+            ended[-1][-1][1].synchronize()  # its last mark; the GPU may compute a later step
+        for marks in ended:
             seconds = dict.fromkeys(PHASES, 0.0)
             for phase, moment in marks:
                 last, self._last = self._last, moment
@@ -165,7 +165,7 @@ class StepMeter:
             self.steps.append(seconds)
             if self.seconds_to_first_step is None:
                 self.seconds_to_first_step = self._age
-        return [sum(step.values()) for step in self.steps[-count:]]
+        return [sum(step.values()) for step in self.steps[-len(ended) :]]
 
     @property
     def warmup_steps(self) -> int:

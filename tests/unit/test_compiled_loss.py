@@ -14,6 +14,8 @@ from distributed_training.errors import MissingRequirement
 from distributed_training.loss_chunks import IGNORED
 from distributed_training.model import compiled_loss, loss
 from distributed_training.model.compiled_loss import CompiledOutputLayer
+from distributed_training.ranks import compiler
+from distributed_training.ranks.process_group import configure_torch
 from distributed_training.run.start_log import check_machine
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101  # 101 is no multiple of 16
@@ -157,6 +159,17 @@ def test_fp16_takes_the_eager_code(monkeypatch):
         losses_of(kind, torch.float16, False) for kind in (CompiledOutputLayer, loss.OutputLayer)
     )
     assert all(map(torch.equal, compiled, eager))
+
+
+@pytest.mark.parametrize("flag, one_length", [("--compile_loss", False), ("--compile", True)])
+def test_infinity_compiles_a_loss_of_several_lengths(monkeypatch, flag, one_length):
+    """Its blocks would need a graph for each layer, so that --compile has one length."""
+    configured = []
+    monkeypatch.setattr(compiler, "configure_compiler", lambda _, one: configured.append(one))
+    settings = parse_arguments(["--strategy", "infinity", "--precision", "fp32", flag])
+    device = torch.device("cpu")
+    configure_torch(device, settings.strategy, settings.training, settings.model)
+    assert configured == [one_length]
 
 
 @pytest.mark.parametrize("flag", ["--compile_loss", "--compile"])

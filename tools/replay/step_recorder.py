@@ -42,6 +42,6 @@ class StepRecorder(StepLog):
     ) -> None:
         """Keep the numbers of a step, also if they are not finite."""
         self.meter.end_step()
-        self.meter.read(1)
+        self.meter.read()
         norm = None if grad_norm is None else float(grad_norm)
         self.recorded = RecordedStep(float(loss), lr, norm)
