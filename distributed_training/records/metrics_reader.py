@@ -67,6 +67,17 @@ def unreadable_lines(path: Path, numbers: list[int]) -> str:
     return f"{path}: lines {lines}{more} cannot be read and are left out."
 
 
+def kept_at(records: list[dict], step: int) -> list[dict]:
+    """Return the records that a run keeps when it resumes from the checkpoint of a step."""
+    # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
+    # run repeats the evaluation of the checkpoint's own step.
+    return [
+        r
+        for r in records
+        if r["step"] < step or (r["step"] == step and not r.keys() & OF_EVALUATIONS)
+    ]
+
+
 def cut_at(path: Path, step: int) -> None:
     """Remove the records after a checkpoint, because these steps are trained again.
 
@@ -75,11 +86,5 @@ def cut_at(path: Path, step: int) -> None:
     records, unreadable = read_metrics(path)
     if unreadable:
         console.warn(unreadable_lines(path, unreadable))
-    # The checkpoint at the end of an epoch is saved before the epoch's evaluation, so a resumed
-    # run repeats the evaluation of the checkpoint's own step.
-    kept = [
-        r
-        for r in records
-        if r["step"] < step or (r["step"] == step and not r.keys() & OF_EVALUATIONS)
-    ]
+    kept = kept_at(records, step)
     write_text(path, "".join(json.dumps(only_finite(record)) + "\n" for record in kept))

@@ -12,7 +12,7 @@ from distributed_training.errors import UserError, explain, first_line, redact_v
 from distributed_training.files.atomic import DISK_ERRORS, write_text
 from distributed_training.files.json_types import JsonObject
 from distributed_training.records.metrics_file import FILE
-from distributed_training.records.metrics_reader import read_metrics
+from distributed_training.records.metrics_reader import kept_at, read_metrics
 from distributed_training.run.prompts import GeneratedText
 from distributed_training.settings.output import OutputSettings
 from distributed_training.strategies.strategy import FlagValues
@@ -38,17 +38,19 @@ class Tracker(NamedTuple):
     close: Callable[[], object]
 
 
-def tensorboard(folder: Path, step: int, arguments: dict, made: JsonObject | None) -> Tracker:
+def tensorboard(folder: Path, step: int, arguments: dict, made: list[dict]) -> Tracker:
     """Write event files into a folder; a resumed run continues the curves at its checkpoint.
 
     Args:
-        made: the record of the checkpoint's step, if it is known.
+        made: the last records of metrics.jsonl, which are logged again (see last_records).
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    # With purge_step TensorBoard hides the points of earlier files that this run logs again: the
-    # evaluation after the checkpoint's step is repeated, and the step itself is not.
-    writer = SummaryWriter(str(folder), purge_step=step if made or not step else step + 1)
+    # The records that are logged again hide the points of discarded steps: TensorBoard's default
+    # loader ignores purge_step, but a point removes the later ones of its curve. The other loaders
+    # use purge_step, if each file has one (findings/torch_purge_step_hides_nothing.sh).
+    first = made[0]["step"] if made else step + 1 if step else 0
+    writer = SummaryWriter(str(folder), purge_step=first)
     table = "\n".join(f"| {name} | {value} |" for name, value in sorted(arguments.items()))
     writer.add_text("arguments", f"| flag | value |\n| --- | --- |\n{table}", step)
 
@@ -64,8 +66,11 @@ def tensorboard(folder: Path, step: int, arguments: dict, made: JsonObject | Non
             writer.add_text(f"generated/{number}", textwrap.indent(text, "    "), step)
         writer.flush()
 
-    if made:
-        log(step, curves_of(made))
+    for record in made:
+        if "generated" in record:
+            log_texts(record["step"], record["generated"])
+        else:
+            log(record["step"], curves_of(record))
     return Tracker(log, log_texts, writer.close)
 
 
@@ -74,11 +79,16 @@ def curves_of(record: JsonObject) -> dict[str, float]:
     return {name: record[key] for name, key in CURVES.items() if record.get(key) is not None}
 
 
-def step_record(folder: Path, step: int) -> JsonObject | None:
-    """Return the record of a step in a run's metrics.jsonl, or None."""
+def last_records(folder: Path, step: int) -> list[dict]:
+    """Return the records that a resumed run keeps, from its last evaluation's step on.
+
+    Without an evaluation they are those of the last step. So each curve has its last point here.
+    """
     path = folder / FILE
-    records = read_metrics(path)[0] if path.is_file() else []
-    return next((r for r in reversed(records) if r["step"] == step and "loss" in r), None)
+    records = kept_at(read_metrics(path)[0], step) if path.is_file() else []
+    evaluated = [r["step"] for r in records if "eval_loss" in r]
+    first = max(evaluated or [r["step"] for r in records], default=0)
+    return [r for r in records if r["step"] >= first]
 
 
 def wandb(folder: Path, step: int, arguments: dict, output: OutputSettings) -> Tracker:
@@ -136,7 +146,7 @@ class Trackers:
         self.started: dict[str, Tracker] = {}
         events = Path(output.logging_dir or folder / "tensorboard")
         starts: dict[str, Callable[[], Tracker]] = {
-            "tensorboard": lambda: tensorboard(events, step, arguments, step_record(folder, step)),
+            "tensorboard": lambda: tensorboard(events, step, arguments, last_records(folder, step)),
             "wandb": lambda: wandb(folder, step, arguments, output),
         }
         for name in (name for name in starts if name in output.report_to):

@@ -239,6 +239,34 @@ def test_tensorboard_shows_a_repeated_evaluation_once(tmp_path):
         assert [event.step for event in events.Scalars(curve)] == expected
 
 
+def test_a_resume_hides_tensorboards_points_of_discarded_steps(tmp_path):
+    """Also in its default loader, in which only a point removes the later ones of its curve."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    settings, file = parse_arguments(["--report_to", "tensorboard"]), tmp_path / "metrics.jsonl"
+
+    def run(start, *records):
+        trackers = Trackers(settings.output, settings.flags(), tmp_path, step=start)
+        for record in records:
+            trackers.log(record)
+            MetricsFile(file).append(record)
+        trackers.close()
+
+    steps = [{"step": step, "loss": 1.0 + step} for step in range(1, 6)]
+    evaluated = [{"step": step, "eval_loss": 9.0} for step in (2, 3, 5)]
+    run(0, *steps[:2], evaluated[0], steps[2], evaluated[1], *steps[3:], evaluated[2])
+    run(3)  # repeats the evaluation of step 3 later
+    folder, default = tmp_path / "tensorboard", {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.name.rsplit(".")[-1]):
+        for event in loader.LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                kept = [step for step in default.get(value.tag, []) if step < event.step]
+                default[value.tag] = [*kept, event.step]
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    for curve, expected in (("eval/loss", [2]), ("train/loss", [1, 2, 3])):
+        assert [event.step for event in events.Scalars(curve)] == expected == default[curve]
+
+
 def test_generated_texts_are_logged_without_secrets(tmp_path, clock, monkeypatch):
     monkeypatch.setenv("MY_KEY", "the-canary-of-my-key")
     log = open_log(tmp_path, clock)
