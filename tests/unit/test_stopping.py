@@ -111,7 +111,7 @@ def test_the_tokenizer_has_the_names_of_transformers_4(tmp_path):
     tokenizer.save_pretrained(tmp_path / "plain")
     write_tokenizer(tokenizer, tmp_path / "older")
     written = json.loads((tmp_path / "older" / "tokenizer_config.json").read_text())
-    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["tokenizer_class"].removesuffix("Fast") == "PreTrainedTokenizer"
     assert "<|more|>" in written["additional_special_tokens"]
     plain, older = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("plain", "older"))
     assert type(older) is type(plain)

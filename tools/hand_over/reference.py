@@ -132,9 +132,15 @@ class Reference:
             position: number of tokens of the answer after which the logits are taken.
         """
         ids = torch.tensor([[*self.ids_of(prompt), *self.answer(prompt).tokens[:position]]])
+        caches: tuple = DynamicCache(), HalfCache()
+        if not getattr(self.model, "_supports_cache_class", True):  # GPT-2 before transformers 4.53
+            # Only the last token then reads rounded keys and values.
+            past = self.model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+            ids = ids[:, -1:]
+            caches = past, [[states.half().to(states.dtype) for states in both] for both in past]
         exact, rounded = (
             self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
-            for cache in (DynamicCache(), HalfCache())
+            for cache in caches
         )
         return 2 * float((exact - rounded).abs().max())
 

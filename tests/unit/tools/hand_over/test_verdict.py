@@ -1,6 +1,7 @@
 """--verify against servers with one fault each: the verdict names it, and is silent without one."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,8 +233,7 @@ def test_what_a_cache_in_16_bits_changes_is_a_near_tie(exported):
 def test_an_engine_may_end_at_a_special_token(exported, has_ids, monkeypatch):
     """llama.cpp ends at <|endoftext|>, also if the generation configuration does not name it."""
     _, reference = exported("qwen2")
-    special = reference.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert special in reference.special_ids - reference.ends
+    special = max(reference.special_ids - reference.ends)  # transformers 4 has no <|endoftext|>
     prompts = prompts_of(reference, [])
     prompt = next(each for each in prompts if len(reference.answer(each).tokens) > 6)
     expected = reference.answer(prompt)
@@ -265,6 +265,15 @@ def test_the_command_prints_the_verdict(main_of, exported):
     assert "/apply-template" in served.requests
 
 
+def remove_template(folder):
+    """Remove the chat template: transformers 4.51 writes it into tokenizer_config.json."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings.pop("chat_template", None)
+    file.write_text(json.dumps(settings))
+
+
 CHATS_ONLY = ("/v1/chat/completions",)
 
 
@@ -274,7 +283,7 @@ def test_a_server_of_conversations_only_is_compared_with_them(main_of, exported,
     with serving(Served(folder, paths=CHATS_ONLY)) as url:
         found = main_of("hand_over", folder, "--verify", url)
         texts = shutil.copytree(folder, tmp_path / "texts")
-        (texts / "chat_template.jinja").unlink()
+        remove_template(texts)
         refused = main_of("hand_over", texts, "--verify", url)
     assert found.code == 0 and "✅ equal" in found.out
     assert "(0 texts, 8 conversations)" in found.out and "Texts were not compared" in found.out

@@ -23,7 +23,8 @@ class ModelBase:
     @staticmethod
     def load_hparams(folder, is_mistral_format):
         settings = json.loads((folder / "config.json").read_text())
-        return {"dtype": settings["dtype"], "model_type": "read"}
+        dtype = settings.get("dtype") or settings["torch_dtype"]  # transformers 4
+        return {"dtype": dtype, "model_type": "read"}
 class TextModel(ModelBase):
     def get_vocab_base_pre(self, tokenizer):
         raise NotImplementedError("BPE pre-tokenizer was not recognized")
@@ -41,10 +42,13 @@ def main():
     open(args.outfile, "w").write(json.dumps(found))
 """
 GGUF = """
+import json
 class SpecialVocab:
     def __init__(self, path, load_merges=False):
         self.add_special_token, self.special_token_ids = {}, {"eos": 1}
-        self.chat_template = (path / "chat_template.jinja").read_text()
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        file = path / "chat_template.jinja"  # transformers 4.51 writes no such file
+        self.chat_template = file.read_text() if file.exists() else settings["chat_template"]
 """
 
 
