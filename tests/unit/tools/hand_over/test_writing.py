@@ -23,8 +23,7 @@ class ModelBase:
     @staticmethod
     def load_hparams(folder, is_mistral_format):
         settings = json.loads((folder / "config.json").read_text())
-        dtype = settings.get("dtype") or settings["torch_dtype"]  # transformers 4
-        return {"dtype": dtype, "model_type": "read"}
+        return {"vocab_size": settings["vocab_size"], "model_type": "read"}
 class TextModel(ModelBase):
     def get_vocab_base_pre(self, tokenizer):
         raise NotImplementedError("BPE pre-tokenizer was not recognized")
