@@ -10,11 +10,13 @@ Downloads, splits, the cache, streams and their states are those of `datasets`.
 import io
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import TextIO
 
 import datasets
+from datasets import streaming
 from datasets.packaged_modules.json.json import Json
 from pyarrow import Table
 
@@ -79,16 +81,33 @@ def rows_builder(builder: datasets.DatasetBuilder, cache: str) -> datasets.Datas
     class Configured(JsonRows):
         BUILDER_CONFIGS = [builder.config]  # noqa: RUF012 (as `datasets` defines it)
 
-    return Configured(
-        cache_dir=cache,
-        dataset_name=builder.dataset_name,
-        config_name=builder.config.name,
-        hash=builder.hash,
-        base_path=builder.base_path,
-        repo_id=builder.repo_id,
-        token=builder.token,
-        storage_options=builder.storage_options,
-    )
+    with _without_lock():
+        return Configured(
+            cache_dir=cache,
+            dataset_name=builder.dataset_name,
+            config_name=builder.config.name,
+            hash=builder.hash,
+            base_path=builder.base_path,
+            repo_id=builder.repo_id,
+            token=builder.token,
+            storage_options=builder.storage_options,
+        )
+
+
+@contextmanager
+def _without_lock() -> Iterator[None]:
+    """Create a builder without a lock file next to this package, which may be read-only.
+
+    `datasets` before 4 takes a class of another package for a script that it has downloaded.
+    """
+    own = getattr(streaming, "lock_importable_file", None)
+    if own:
+        streaming.lock_importable_file = nullcontext
+    try:
+        yield
+    finally:
+        if own:
+            streaming.lock_importable_file = own
 
 
 def _has_json(feature: object) -> bool:

@@ -124,6 +124,8 @@ def test_rows_of_the_hub_are_those_of_the_file(root, tmp_path, monkeypatch):
     contents = [json.loads(row[1])[1]["content"] for row in found["own/lines"]["disk"]]
     assert contents == [*ANSWERS, PARTS[0]["text"]]
     assert len(found["own/texts"]["hub"]) == 8 * 300
+    # datasets 3 wrote it next to the package, which may be read-only.
+    assert not (PROJECT / "distributed_training.lock").exists()
 
 
 REFUSED = """
