@@ -7,7 +7,6 @@ and the sum of each row, and again for the gradient.
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from distributed_training.loss_chunks import IGNORED, fits_in_graph
 from distributed_training.model import loss
@@ -76,21 +75,13 @@ class CompiledOutputLayer(loss.OutputLayer):
 
     cross_entropy = staticmethod(cross_entropy)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        tokens: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute logits [batch, length, vocabulary], or the loss: a scalar in fp32."""
-        if targets is None or tokens is None or not torch.compiler.is_compiling():
-            return super().forward(hidden, targets, tokens, factor)
-        if not fits_in_graph(targets.numel(), self.out_features, targets.device.type):
-            return super().forward(hidden, targets, tokens, factor)
-        logits = self._all_logits(hidden).flatten(0, 1).float()
-        summed = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return summed / tokens
+    def _loss(self, hidden: torch.Tensor, targets: loss.Targets) -> torch.Tensor:
+        count, device = targets.tokens.numel(), targets.tokens.device.type
+        if torch.compiler.is_compiling() and fits_in_graph(count, self.out_features, device):
+            logits = self._all_logits(hidden).flatten(0, 1).float()
+            summed = F.cross_entropy(logits, targets.tokens, ignore_index=IGNORED, reduction="sum")
+            return summed / targets.divisor
+        return super()._loss(hidden, targets)
 
     def _all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits of a batch; in 16 bits with the columns of ALIGNMENT, cut off again.
@@ -105,8 +96,3 @@ class CompiledOutputLayer(loss.OutputLayer):
         weight = F.pad(self.weight, (0, 0, 0, padding))
         bias = None if self.bias is None else F.pad(self.bias, (0, padding))
         return F.linear(hidden, weight, bias).narrow(-1, 0, columns)
-
-
-def compile_loss(model: nn.Module) -> None:
-    """Make the output layer of a model that `loss.add_loss` has changed a CompiledOutputLayer."""
-    model.get_output_embeddings().__class__ = CompiledOutputLayer

@@ -149,14 +149,15 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
 
 
-def add_loss(model: nn.Module) -> None:
+def add_loss(model: nn.Module, output_layer: type[OutputLayer] = OutputLayer) -> None:
     """Make a model that passes `returns_plain_logits` return the loss if it gets targets.
 
-    This changes its class: a module around it would change the names of its parameters.
+    This changes its class and that of its output layer: modules around them would change the names
+    of the parameters.
     """
     cls = type(model)
     model.__class__ = type(cls.__name__, (LossMixin, cls), {"__module__": cls.__module__})
-    model.get_output_embeddings().__class__ = OutputLayer
+    model.get_output_embeddings().__class__ = output_layer
 
 
 def returns_plain_logits(config: PretrainedConfig) -> bool:

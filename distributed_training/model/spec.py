@@ -22,7 +22,12 @@ from distributed_training.model.config import (
     read_config,
     read_generation_config,
 )
-from distributed_training.model.loss import add_loss, computes_loss, returns_plain_logits
+from distributed_training.model.loss import (
+    OutputLayer,
+    add_loss,
+    computes_loss,
+    returns_plain_logits,
+)
 from distributed_training.model.tokenizer import read_tokenizer
 from distributed_training.ranks.context import DistContext
 from distributed_training.settings.data import DataSettings, choose_seq_length
@@ -255,9 +260,10 @@ class ModelSpec:
         if self.lora:
             self.lora.attach(model)
         if self.chunked_loss and type(model.get_output_embeddings()) is nn.Linear:  # no adapters
-            add_loss(model)
+            output_layer = OutputLayer
             if self.compiles_loss:
                 from distributed_training.model import compiled_loss  # only with the flags
 
-                compiled_loss.compile_loss(model)
+                output_layer = compiled_loss.CompiledOutputLayer
+            add_loss(model, output_layer)
         return model
