@@ -2,7 +2,7 @@
 # release: wandb 0.31.0
 # finding: With define_metric(summary="min"), "max" or "mean" one NaN makes the summary NaN for the rest of the run: losses of 1.0, NaN, 0.5 have the minimum NaN. An infinite loss does not spoil the minimum.
 # guess: A NaN does not change the minimum: 0.5.
-# matters: A run that goes on after one NaN loss has no best loss in its summary, by which runs are compared and sorted.
+# matters: After one NaN loss the summary of a run has no minimum, although tables of runs are sorted by it.
 # instead: Leave the key out of run.log when the value is NaN, and count such steps in a metric of their own.
 set -euo pipefail
 work=$(mktemp -d)

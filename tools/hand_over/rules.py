@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
     name: str  # tokenizer.ggml.pre
     parts: tuple[tuple[object, ...], ...]  # see `parts_of`
-    ignores_merges: bool = False  # a word that is a token is not merged from its bytes
+    ignores_merges: bool = False  # a word of the vocabulary is one token
     normalizers: tuple[object, ...] = (None,)  # those that the models of this rule have
 
 
